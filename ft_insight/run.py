@@ -1,0 +1,473 @@
+"""One run as its log tells it: ``RunState.apply(record)``, and ``RunView`` with every figure a reader shows.
+
+A state folds the records of one rank's log, in constant memory; a view is a frozen snapshot of it. Reports,
+dashboard and projections draw views and compute nothing of their own, so that they can never disagree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ft_insight import records as r
+from ft_insight.experts import ExpertTally, LayerLoad
+from ft_insight.stats import CurveBuilder, EvenSample, median
+
+RECENT_STEPS = 20
+Points = tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A named part of a whole: seconds in all, and the fraction of the whole."""
+
+    name: str
+    seconds: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Work per second of wall time; None where a count was not to be had."""
+
+    queries_per_s: float | None = None
+    real_tokens_per_s: float | None = None
+    loss_tokens_per_s: float | None = None
+    slots_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Work done in training steps so far, this segment."""
+
+    steps: int = 0
+    queries: int | None = None
+    slots: int | None = None
+    real_tokens: int | None = None
+    loss_tokens: int | None = None
+
+    @property
+    def padding_share(self) -> float | None:
+        """Fraction of the computed positions that were padding."""
+        if not self.slots or self.real_tokens is None:
+            return None
+        return 1 - self.real_tokens / self.slots
+
+
+@dataclass(frozen=True, slots=True)
+class GpuView:
+    """One GPU: its latest sample, and what it did over time (x in seconds of the segment)."""
+
+    latest: r.GpuSample
+    gpu_percent: Points = ()
+    sm_percent: Points = ()
+    memory_used_bytes: Points = ()
+    power_w: Points = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """Everything that can be said of a run at one moment. Frozen; None is unmeasured.
+
+    Totals, rates and phases are of the current segment; ``elapsed_s`` and ``usd_so_far`` are of all segments.
+    """
+
+    header: r.Header | None = None
+    end: r.End | None = None
+    segments: int = 0
+    ranks: int = 1
+    step: int = 0
+    total_steps: int | None = None
+    epoch: float | None = None
+    clock_s: float = 0.0
+    """Time of the latest record, in seconds of the segment."""
+    elapsed_s: float = 0.0
+    to_go_s: float | None = None
+    usd_so_far: float | None = None
+    usd_at_end: float | None = None
+    totals: Totals = Totals()
+    rates: Rates = Rates()
+    """From the second step on: the first warms up."""
+    recent: Rates = Rates()
+    step_s: float | None = None
+    """Median wall time of the last ``RECENT_STEPS`` steps."""
+    phase_clock: str = "host"
+    phases: tuple[Share, ...] = ()
+    recent_phases: tuple[Share, ...] = ()
+    ledger_gap: float | None = None
+    """(sum of all phases) / (sum of all steps' wall times) - 1."""
+    outside: tuple[Share, ...] = ()
+    """Time outside of steps, as a fraction of the elapsed time of the segment."""
+    unaccounted_s: float | None = None
+    """Elapsed time of the segment that is neither a step's nor a span's."""
+    curves: dict[str, Points] = field(default_factory=dict)
+    """By step: queries_per_s, real_tokens_per_s, step_s, and all that the trainer logged."""
+    latest_logs: dict[str, float | None] = field(default_factory=dict)
+    nonfinite: tuple[str, ...] = ()
+    memory: r.Memory | None = None
+    gpus: tuple[GpuView, ...] = ()
+    experts: tuple[LayerLoad, ...] = ()
+    expert_method: str | None = None
+    expert_padding_counted: bool = False
+    notices: tuple[r.Notice, ...] = ()
+    micro: tuple[r.MicroBatch, ...] = ()
+    """An even sample of the segment's micro-batches, the first step's left out."""
+    rest_s: tuple[float, ...] = ()
+    """What sampled steps took besides their micro-batches."""
+    accumulation: float | None = None
+    """Mean number of micro-batches in a step."""
+    mean_evaluation_s: float | None = None
+    mean_save_s: float | None = None
+    memory_points: tuple[tuple[int, int, int], ...] = ()
+    """(most slots of a micro-batch so far, peak allocated bytes so far, bytes allocated between steps)."""
+    self_share: float | None = None
+    """What ft-insight itself took, as a fraction of the steps' wall time."""
+    skipped_steps: int = 0
+    fit: r.Fit | None = None
+    projection: r.Projection | None = None
+    unknown_lines: int = 0
+    malformed_lines: int = 0
+
+    @property
+    def title(self) -> str:
+        """Short name of the run: its model and method."""
+        if self.header is None:
+            return "waiting for a run"
+        train = self.header.train
+        method = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}.get(train.method, train.method)
+        rank = f" r{train.lora_rank}" if train.lora_rank else ""
+        return f"{self.header.model.name} {method}{rank}"
+
+    @property
+    def device(self) -> str:
+        """The devices that all ranks computed on, in words: ``2x NVIDIA A40``."""
+        if self.header is None or not self.header.devices:
+            return "unknown device"
+        names = [d.name for d in self.header.devices]
+        count = len(names) * max(self.ranks, self.header.world_size)
+        kinds = sorted(set(names))
+        return f"{count}x {kinds[0]}" if count > 1 and len(kinds) == 1 else ", ".join(kinds)
+
+
+class RunState:
+    """Folds the records of one log. ``apply`` returns a view; ``fold`` is for when only the last one matters."""
+
+    def __init__(self) -> None:
+        self._notices: dict[tuple[str, str], r.Notice] = {}
+        self._earlier_s = 0.0
+        self._segments = 0
+        self._curves: dict[str, CurveBuilder] = {}
+        self._start_segment(None)
+
+    def apply(self, record: r.Record) -> RunView:
+        """Take one record in and return what is known then."""
+        self.fold(record)
+        return self.view()
+
+    def replay(self, stream: Iterable[r.Record]) -> RunView:
+        """Take many records in and return one view after the last."""
+        for record in stream:
+            self.fold(record)
+        return self.view()
+
+    def fold(self, record: r.Record) -> None:
+        """Take one record in."""
+        if isinstance(record, r.Header):
+            self._on_header(record)
+            return
+        self._clock_s = max(self._clock_s, record.t_s + getattr(record, "wall_s", 0.0))
+        handler = getattr(self, f"_on_{type(record).__name__.lower()}", None)
+        if handler is not None:
+            handler(record)
+
+    # one handler per record
+
+    def _on_header(self, header: r.Header) -> None:
+        self._earlier_s += self._clock_s
+        self._segments += 1
+        if header.first_step == 0:
+            self._curves.clear()  # a fresh start, or a retry: the steps before it count for nothing
+        else:
+            for curve in self._curves.values():
+                curve.cut_after(header.first_step)
+        self._start_segment(header)
+
+    def _start_segment(self, header: r.Header | None) -> None:
+        self._header = header
+        self._end: r.End | None = None
+        self._fit: r.Fit | None = None
+        self._projection: r.Projection | None = None
+        self._clock_s = 0.0
+        self._step = header.first_step if header else 0
+        self._epoch: float | None = None
+        self._sums = _Sums()
+        self._warm = _Sums()
+        self._last: deque[r.Step] = deque(maxlen=RECENT_STEPS)
+        self._spans: dict[str, float] = {}
+        self._span_counts: dict[str, int] = {}
+        self._logs: dict[str, float | None] = {}
+        self._nonfinite: tuple[str, ...] = ()
+        self._memory: r.Memory | None = None
+        self._memory_points: dict[int, tuple[int, int, int]] = {}
+        self._most_slots = 0
+        self._gpus: dict[str, _GpuState] = {}
+        self._experts = ExpertTally()
+        self._micro: EvenSample[r.MicroBatch] = EvenSample()
+        self._rest: EvenSample[float] = EvenSample(512)
+        self._phase_clock = "host"
+        self._skipped = 0
+
+    def _on_step(self, step: r.Step) -> None:
+        self._step = step.step
+        self._epoch = step.epoch if step.epoch is not None else self._epoch
+        self._phase_clock = step.clock
+        self._skipped += bool(step.skipped)
+        first = self._sums.steps == 0
+        self._sums.add(step)
+        self._last.append(step)
+        self._note_memory(step)
+        if first:
+            return
+        self._warm.add(step)
+        for micro in step.micro:
+            self._micro.add(micro)
+        compute = [m.compute_s for m in step.micro if m.compute_s is not None]
+        if len(compute) == len(step.micro) and compute:
+            self._rest.add(step.wall_s - sum(compute))
+        rates = _rates(_Sums.of([step]))
+        self._curve("queries_per_s").add(step.step, rates.queries_per_s)
+        self._curve("real_tokens_per_s").add(step.step, rates.real_tokens_per_s)
+        self._curve("step_s").add(step.step, step.wall_s)
+
+    def _note_memory(self, step: r.Step) -> None:
+        if step.memory is None:
+            return
+        self._memory = step.memory
+        slots = [m.slots for m in step.micro if m.slots is not None]
+        peak, allocated = step.memory.peak_allocated_bytes, step.memory.allocated_bytes
+        if slots and peak is not None and allocated is not None:
+            self._most_slots = max(self._most_slots, *slots)
+            # the optimizer's states appear during the first step: its peak says nothing of the later ones
+            if self._sums.steps > 1:
+                self._memory_points[self._most_slots] = (self._most_slots, peak, allocated)
+
+    def _on_span(self, span: r.Span) -> None:
+        self._spans[span.kind] = self._spans.get(span.kind, 0.0) + span.wall_s
+        self._span_counts[span.kind] = self._span_counts.get(span.kind, 0) + 1
+
+    def _on_logs(self, logs: r.Logs) -> None:
+        self._logs.update(logs.values)
+        self._nonfinite = logs.nonfinite
+        for name, value in logs.values.items():
+            self._curve(name).add(logs.step, value)
+
+    def _on_experts(self, experts: r.Experts) -> None:
+        self._experts.add(experts)
+
+    def _on_gpu(self, gpu: r.Gpu) -> None:
+        for sample in gpu.samples:
+            self._gpus.setdefault(sample.uuid, _GpuState()).add(gpu.t_s, sample)
+
+    def _on_notice(self, notice: r.Notice) -> None:
+        self._notices.setdefault((notice.collector, notice.text), notice)
+
+    def _on_fit(self, fit: r.Fit) -> None:
+        self._fit = fit
+
+    def _on_projection(self, projection: r.Projection) -> None:
+        self._projection = projection
+
+    def _on_end(self, end: r.End) -> None:
+        self._end = end
+
+    def _curve(self, name: str) -> CurveBuilder:
+        return self._curves.setdefault(name, CurveBuilder())
+
+    # the snapshot
+
+    def view(self) -> RunView:
+        """Return a snapshot of all that is known now."""
+        header = self._header
+        elapsed = self._earlier_s + self._clock_s
+        total = header.train.max_steps if header else None
+        to_go = self._to_go(total)
+        price = header.price_usd_per_hour if header else None
+        spent = elapsed / 3600 * price if price is not None else None
+        at_end = spent + to_go / 3600 * price if spent is not None and price is not None and to_go is not None else None
+        last = list(self._last)
+        return RunView(
+            header=header,
+            end=self._end,
+            segments=self._segments,
+            step=self._step,
+            total_steps=total,
+            epoch=self._epoch,
+            clock_s=self._clock_s,
+            elapsed_s=elapsed,
+            to_go_s=to_go,
+            usd_so_far=spent,
+            usd_at_end=at_end,
+            totals=self._sums.totals(),
+            rates=_rates(self._warm if self._warm.steps else self._sums),
+            recent=_rates(_Sums.of(last[1:] if self._sums.steps == len(last) and len(last) > 1 else last)),
+            step_s=median(s.wall_s for s in last),
+            phase_clock=self._phase_clock,
+            phases=_shares(self._sums.phases, r.STEP_PHASES),
+            recent_phases=_shares(_Sums.of(last).phases, r.STEP_PHASES),
+            ledger_gap=self._sums.gap(),
+            outside=_shares(self._spans, r.SPAN_KINDS, whole=self._clock_s),
+            unaccounted_s=self._clock_s - self._sums.wall_s - sum(self._spans.values()),
+            curves={name: curve.points() for name, curve in self._curves.items()},
+            latest_logs=dict(self._logs),
+            nonfinite=self._nonfinite,
+            memory=self._memory,
+            gpus=tuple(gpu.view() for gpu in self._gpus.values()),
+            experts=self._experts.layers(),
+            expert_method=self._experts.method,
+            expert_padding_counted=self._experts.padding_counted,
+            notices=tuple(self._notices.values()),
+            micro=self._micro.items(),
+            rest_s=self._rest.items(),
+            accumulation=self._sums.micro / self._sums.steps if self._sums.steps else None,
+            mean_evaluation_s=self._mean_span("evaluation"),
+            mean_save_s=self._mean_span("saving"),
+            memory_points=tuple(self._memory_points.values()),
+            self_share=self._sums.self_s / self._sums.wall_s if self._sums.wall_s else None,
+            skipped_steps=self._skipped,
+            fit=self._fit,
+            projection=self._projection,
+        )
+
+    def _mean_span(self, kind: str) -> float | None:
+        times = self._span_counts.get(kind)
+        return self._spans[kind] / times if times else None
+
+    def _to_go(self, total: int | None) -> float | None:
+        """Seconds to the last step, at the pace of the recent steps, what lies between them included."""
+        if self._end is not None:
+            return 0.0 if self._end.status == "completed" else None
+        if total is None or len(self._last) < 2:
+            return None
+        newest, oldest = self._last[-1], self._last[0]
+        pace = (newest.t_s + newest.wall_s - oldest.t_s - oldest.wall_s) / (len(self._last) - 1)
+        return max(0, total - self._step) * pace
+
+
+class _GpuState:
+    def __init__(self) -> None:
+        self._curves = {name: CurveBuilder() for name in ("gpu_percent", "sm_percent", "memory_used_bytes", "power_w")}
+
+    def add(self, t_s: float, sample: r.GpuSample) -> None:
+        self._latest = sample
+        for name, curve in self._curves.items():
+            curve.add(t_s, getattr(sample, name))
+
+    def view(self) -> GpuView:
+        return GpuView(self._latest, **{name: curve.points() for name, curve in self._curves.items()})
+
+
+class _Sums:
+    """Sums over steps. A count that one micro-batch lacks is unknown for all."""
+
+    _COUNTS = ("queries", "slots", "real_tokens", "loss_tokens")
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.micro = 0
+        self.wall_s = 0.0
+        self.self_s = 0.0
+        self.phases: dict[str, float] = {}
+        self._counts: dict[str, int | None] = dict.fromkeys(self._COUNTS, 0)
+
+    @classmethod
+    def of(cls, steps: Iterable[r.Step]) -> _Sums:
+        sums = cls()
+        for step in steps:
+            sums.add(step)
+        return sums
+
+    def add(self, step: r.Step) -> None:
+        self.steps += 1
+        self.micro += len(step.micro)
+        self.wall_s += step.wall_s
+        self.self_s += step.self_s or 0.0
+        for name, seconds in step.phases_s.items():
+            self.phases[name] = self.phases.get(name, 0.0) + seconds
+        for name in self._COUNTS:
+            values = [getattr(m, name) for m in step.micro]
+            known = self._counts[name]
+            missing = known is None or not values or None in values
+            self._counts[name] = None if missing else known + sum(values)  # type: ignore[operator]
+
+    def gap(self) -> float | None:
+        return sum(self.phases.values()) / self.wall_s - 1 if self.wall_s else None
+
+    def totals(self) -> Totals:
+        return Totals(self.steps, **self._counts) if self.steps else Totals()
+
+
+def _rates(sums: _Sums) -> Rates:
+    totals = sums.totals()
+    if not sums.wall_s:
+        return Rates()
+
+    def per_second(count: int | None) -> float | None:
+        return None if count is None else count / sums.wall_s
+
+    return Rates(
+        per_second(totals.queries),
+        per_second(totals.real_tokens),
+        per_second(totals.loss_tokens),
+        per_second(totals.slots),
+    )
+
+
+def _shares(parts: dict[str, float], order: tuple[str, ...], whole: float | None = None) -> tuple[Share, ...]:
+    whole = sum(parts.values()) if whole is None else whole
+    names = [n for n in order if n in parts] + [n for n in parts if n not in order]
+    return tuple(Share(n, parts[n], parts[n] / whole if whole else 0.0) for n in names)
+
+
+def combine(views: list[RunView]) -> RunView:
+    """Merge the views of one run's ranks: rank 0 leads, work and expert counts are summed, GPUs stand side by side."""
+    lead, *others = views
+    if not others:
+        return lead
+    totals = [v.totals for v in views]
+    return dataclasses.replace(
+        lead,
+        ranks=len(views),
+        totals=Totals(lead.totals.steps, *(_sum_known(totals, name) for name in _Sums._COUNTS)),
+        rates=_sum_rates([v.rates for v in views]),
+        recent=_sum_rates([v.recent for v in views]),
+        gpus=tuple(gpu for v in views for gpu in v.gpus),
+        experts=ExpertTally.merged([v.experts for v in views]),
+        notices=tuple({(n.collector, n.text): n for v in views for n in v.notices}.values()),
+        unknown_lines=sum(v.unknown_lines for v in views),
+        malformed_lines=sum(v.malformed_lines for v in views),
+        curves={**lead.curves, **_sum_rate_curves(views)},
+    )
+
+
+def _sum_rate_curves(views: list[RunView]) -> dict[str, Points]:
+    summed: dict[str, Points] = {}
+    for name in ("queries_per_s", "real_tokens_per_s"):
+        curves = [v.curves.get(name, ()) for v in views]
+        length = min(len(c) for c in curves)
+        summed[name] = tuple((curves[0][i][0], sum(c[i][1] for c in curves)) for i in range(length))
+    return summed
+
+
+def _sum_known(items: list[Totals], name: str) -> int | None:
+    values = [getattr(item, name) for item in items]
+    return None if None in values else sum(values)
+
+
+def _sum_rates(rates: list[Rates]) -> Rates:
+    def total(name: str) -> float | None:
+        values = [getattr(rate, name) for rate in rates]
+        return None if None in values else sum(values)
+
+    return Rates(*(total(f.name) for f in dataclasses.fields(Rates)))

@@ -1,0 +1,348 @@
+"""Writing a run log and following one while it grows.
+
+The writer never makes training wait: ``put`` appends to a bounded queue, one thread encodes and writes whole
+lines. The follower never trusts the file: it may not exist yet, end in half a line, hold lines that this
+version does not know, shrink, or be replaced while it is being read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from ft_insight import records
+from ft_insight.records import Header, Heartbeat, Record
+
+FLUSH_S = 0.5
+"""Longest that a record waits in memory before it is on its way to the disk."""
+HEARTBEAT_S = 5.0
+SILENT_S = 3 * HEARTBEAT_S
+"""A log without a new byte for this long belongs to a writer that hangs or is gone."""
+QUEUE_RECORDS = 20_000
+CHUNK_BYTES = 1 << 20
+LONGEST_LINE_BYTES = 64 << 20
+RUNS_FOLDER = "ft_insight_runs"
+LOG_NAME = "run.jsonl"
+LOG_VARIABLE = "FT_INSIGHT_LOG"
+
+_RANK_FILE = re.compile(r"\.rank\d+\.jsonl$")
+_TYPES = frozenset(t.__struct_config__.tag for t in Record.__args__)
+
+
+class RunLogError(ValueError):
+    """A log that cannot be read; the message is one line that says which, why and what to do."""
+
+
+class LogWriter:
+    """Appends records to one file from one background thread.
+
+    Opening raises ``OSError`` when the file cannot be made. After that nothing raises: a full queue drops the
+    record and counts it in ``dropped``, a failing disk ends the writing and is told in ``failure``.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float], *, append: bool = False) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        mode = os.O_RDWR | os.O_APPEND if append else os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND
+        self.path = path
+        self.dropped = 0
+        self.failure: str | None = None
+        self._fd = os.open(path, mode, 0o644)
+        self._clock = clock
+        self._queue: deque[Record] = deque()
+        self._wake = threading.Condition()
+        self._stop = False
+        self._busy = False
+        self._encoder = msgspec.json.Encoder()
+        self._separate_from_torn_line()
+        self._thread = threading.Thread(target=self._run, name="ft-insight-log", daemon=True)
+        self._thread.start()
+
+    def put(self, record: Record) -> None:
+        """Queue a record; returns at once, whatever the disk does."""
+        if self._stop or self.failure:
+            return
+        if len(self._queue) >= QUEUE_RECORDS:
+            self.dropped += 1
+            return
+        self._queue.append(record)
+
+    def flush(self, timeout_s: float = 5.0) -> bool:
+        """Wait until all that was queued is written; False if that took longer than ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
+        with self._wake:
+            self._wake.notify_all()
+        while (self._queue or self._busy) and not self.failure and self._thread.is_alive():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.002)
+        return not self.failure
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Write what is queued, sync it to the disk and stop the thread. May be called again."""
+        if self._stop:
+            return
+        with self._wake:
+            self._stop = True
+            self._wake.notify_all()
+        self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            os.close(self._fd)
+
+    def _separate_from_torn_line(self) -> None:
+        size = os.fstat(self._fd).st_size
+        if size and os.pread(self._fd, 1, size - 1) != b"\n":
+            os.write(self._fd, b"\n")
+
+    def _run(self) -> None:
+        last_write = time.monotonic()
+        while True:
+            with self._wake:
+                if not self._stop:
+                    self._wake.wait(FLUSH_S)
+                stop = self._stop
+            if self._write_queued():
+                last_write = time.monotonic()
+            elif time.monotonic() - last_write > HEARTBEAT_S and not stop:
+                self._queue.append(Heartbeat(t_s=round(self._clock(), 3)))
+            if stop and not self._queue:
+                return
+
+    def _write_queued(self) -> bool:
+        if not self._queue:
+            return False
+        self._busy = True
+        lines = bytearray()
+        try:
+            while self._queue and len(lines) < CHUNK_BYTES:
+                lines += self._encoder.encode(self._queue.popleft()) + b"\n"
+            view = memoryview(lines)
+            while view:
+                view = view[os.write(self._fd, view) :]
+            if self._stop and not self._queue:
+                os.fsync(self._fd)
+        except (OSError, TypeError, ValueError, msgspec.MsgspecError) as error:
+            self.failure = f"cannot write {self.path}: {error}"
+            self._queue.clear()
+        finally:
+            self._busy = False
+        return True
+
+
+@dataclass(frozen=True)
+class Poll:
+    """What one look at a log brought."""
+
+    records: tuple[Record, ...] = ()
+    restarted: bool = False
+    """The file was truncated or replaced: forget what came before."""
+    more: bool = False
+    """There is more to read at once."""
+
+
+class Follower:
+    """Reads the new whole lines of a log at each ``poll``, at most a few megabytes at a time.
+
+    Lines of unknown type and lines that are no JSON are counted in ``unknown`` and ``malformed`` and passed
+    over. Raises :class:`RunLogError` for a file that is no run log, or one written by a newer ft-insight.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.unknown = 0
+        self.malformed = 0
+        self.modified_at: float | None = None
+        self._decoder = msgspec.json.Decoder(Record)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._offset = 0
+        self._inode: int | None = None
+        self._first_bytes = b""
+        self._header_seen = False
+        self.unknown = self.malformed = 0
+
+    def poll(self, limit_bytes: int = 4 * CHUNK_BYTES) -> Poll:
+        """Return the records of all whole lines since the last poll, up to ``limit_bytes`` of them."""
+        try:
+            with self.path.open("rb") as file:
+                return self._read(file, limit_bytes)
+        except FileNotFoundError:
+            return Poll()
+        except IsADirectoryError:
+            raise RunLogError(f"{self.path} is a folder, not a run log") from None
+        except PermissionError:
+            raise RunLogError(f"{self.path} cannot be read: permission denied") from None
+        except OSError as error:
+            raise RunLogError(f"{self.path} cannot be read: {error.strerror or error}") from None
+
+    def _read(self, file: object, limit_bytes: int) -> Poll:
+        stat = os.fstat(file.fileno())  # type: ignore[attr-defined]
+        restarted = self._was_replaced(file, stat)
+        if restarted:
+            self._forget()
+        self._inode = stat.st_ino
+        self.modified_at = stat.st_mtime
+        file.seek(self._offset)  # type: ignore[attr-defined]
+        data: bytes = file.read(limit_bytes)  # type: ignore[attr-defined]
+        end = data.rfind(b"\n") + 1
+        if not end and len(data) == limit_bytes:
+            if limit_bytes >= LONGEST_LINE_BYTES:
+                raise RunLogError(f"{self.path} is not an ft-insight run log: a line is over 64 MiB long")
+            return self._read(file, LONGEST_LINE_BYTES)
+        if not self._first_bytes and end:
+            self._first_bytes = data[: min(end, 512)]
+        self._offset += end
+        found = tuple(self._decode(data[:end]))
+        return Poll(found, restarted, more=bool(end) and self._offset < stat.st_size)
+
+    def _was_replaced(self, file: object, stat: os.stat_result) -> bool:
+        if self._inode is None:
+            return False
+        if stat.st_ino != self._inode or stat.st_size < self._offset:
+            return True
+        file.seek(0)  # type: ignore[attr-defined]
+        return bool(file.read(len(self._first_bytes)) != self._first_bytes)  # type: ignore[attr-defined]
+
+    def _decode(self, data: bytes) -> Iterator[Record]:
+        for line in data.splitlines():
+            if not line.strip():
+                continue
+            try:
+                record = self._decoder.decode(line)
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                self._count_bad(line)
+                continue
+            if isinstance(record, Header):
+                self._check_schema(record.schema)
+                self._header_seen = True
+            elif not self._header_seen:
+                raise self._not_a_log()
+            yield record
+
+    def _count_bad(self, line: bytes) -> None:
+        try:
+            raw = msgspec.json.decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            raw = None
+        kind = raw.get("type") if isinstance(raw, dict) else None
+        if kind == "header" and isinstance(raw, dict):
+            self._check_schema(raw.get("schema"))
+        if not self._header_seen:
+            raise self._not_a_log()
+        if isinstance(kind, str) and kind not in _TYPES:
+            self.unknown += 1
+        else:
+            self.malformed += 1
+
+    def _check_schema(self, schema: object) -> None:
+        if isinstance(schema, int) and schema > records.SCHEMA:
+            raise RunLogError(
+                f"{self.path} has schema {schema}; this ft-insight reads up to {records.SCHEMA}: "
+                "pip install --upgrade ft-insight"
+            )
+
+    def _not_a_log(self) -> RunLogError:
+        return RunLogError(f"{self.path} is not an ft-insight run log: it does not begin with a header record")
+
+
+def read_records(path: Path) -> tuple[Follower, Iterator[Record]]:
+    """Stream all records that a log holds now, in constant memory, with the follower that counts bad lines."""
+    if not path.exists():
+        raise RunLogError(f"{path} does not exist")
+    follower = Follower(path)
+
+    def stream() -> Iterator[Record]:
+        while True:
+            poll = follower.poll()
+            yield from poll.records
+            if not poll.more:
+                return
+
+    return follower, stream()
+
+
+def rank_path(path: Path, rank: int) -> Path:
+    """Where a rank writes: rank 0 has the path itself, the others a sibling ``<stem>.rank<N>.jsonl``."""
+    return path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}.jsonl")
+
+
+def rank_files(path: Path) -> tuple[Path, ...]:
+    """Return a log and those of its sibling ranks that exist, rank 0 first."""
+    siblings = path.parent.glob(f"{_glob_escape(path.stem)}.rank*.jsonl")
+    ranked = [(int(p.name.rsplit(".rank", 1)[1][:-6]), p) for p in siblings if _RANK_FILE.search(p.name)]
+    return (path, *(p for _, p in sorted(ranked)))
+
+
+def find_run(where: str | os.PathLike[str] | None = None, *, may_be_missing: bool = False) -> Path:
+    """Find the log that a user means: a file, a folder (its newest run), or None for the newest run here.
+
+    Without a name, ``FT_INSIGHT_LOG`` is asked first, then ``ft_insight_runs/`` in the current folder. Raises
+    :class:`RunLogError` if there is none; ``may_be_missing`` lets a named log that is still to be created pass.
+    """
+    if where is None:
+        where = os.environ.get(LOG_VARIABLE) or RUNS_FOLDER
+        if where == RUNS_FOLDER and not Path(where).is_dir():
+            raise RunLogError(
+                f"no run here: there is no {RUNS_FOLDER}/ in {Path.cwd()}; name a run.jsonl, or start one with "
+                "FtInsightCallback() or `ft-insight demo`"
+            )
+    path = Path(where)
+    if path.is_dir():
+        return _newest_in(path)
+    if path.exists() or (may_be_missing and path.suffix == ".jsonl"):
+        return path
+    raise RunLogError(f"{path} does not exist; name a run.jsonl, or a folder that holds runs")
+
+
+def _newest_in(folder: Path) -> Path:
+    logs = [
+        log
+        for pattern in ("*.jsonl", "*/*.jsonl", f"{RUNS_FOLDER}/*/*.jsonl")
+        for log in folder.glob(pattern)
+        if log.is_file() and not _RANK_FILE.search(log.name) and read_header(log) is not None
+    ]
+    if not logs:
+        raise RunLogError(f"no run log in {folder}: looked for *.jsonl there and one folder down")
+    return max(logs, key=lambda log: log.stat().st_mtime)
+
+
+def read_header(path: Path) -> Header | None:
+    """Return the first header of a log, or None where there is none (yet) that this version can read."""
+    try:
+        with path.open("rb") as file:
+            line = file.readline(CHUNK_BYTES)
+        record = msgspec.json.decode(line, type=Record)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    return record if isinstance(record, Header) else None
+
+
+def writer_is_gone(header: Header, modified_at: float | None) -> bool | None:
+    """Tell whether the process that writes a log is gone: True, False, or None where that cannot be known.
+
+    On the writer's own host its process is looked up; elsewhere, or where the number may have been used again,
+    only a log that has been silent for long says anything.
+    """
+    silent = modified_at is not None and time.time() - modified_at > SILENT_S
+    if header.host == socket.gethostname() and header.pid:
+        try:
+            os.kill(header.pid, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            return None if silent else False
+        return None if silent else False
+    return True if silent else None
+
+
+def _glob_escape(text: str) -> str:
+    return re.sub(r"([*?[])", r"[\1]", text)

@@ -1,0 +1,87 @@
+"""Bounded collections for streams of any length: a curve that thins itself, a sample that stays even."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+CURVE_POINTS = 512
+SAMPLE_ITEMS = 4096
+
+
+class CurveBuilder:
+    """A curve of at most ``CURVE_POINTS`` points, however many are added.
+
+    When it is full, neighbours are averaged in pairs and from then on each point stands for twice as many; so a
+    spike is damped, never dropped, and no part of the run is preferred.
+    """
+
+    def __init__(self, limit: int = CURVE_POINTS) -> None:
+        self._limit = limit
+        self._stride = 1
+        self._points: list[tuple[float, float]] = []
+        self._pending: list[tuple[float, float]] = []
+
+    def add(self, x: float, y: float | None) -> None:
+        """Add a point; None (unmeasured) leaves a gap that is not drawn."""
+        if y is None or not math.isfinite(y):
+            return
+        self._pending.append((x, y))
+        if len(self._pending) < self._stride:
+            return
+        self._points.append(_mean_point(self._pending))
+        self._pending.clear()
+        if len(self._points) >= self._limit:
+            pairs = zip(self._points[::2], self._points[1::2], strict=True)
+            self._points = [_mean_point(pair) for pair in pairs]
+            self._stride *= 2
+
+    def cut_after(self, x: float) -> None:
+        """Forget all points beyond ``x``: a resumed run repeats the steps after its checkpoint."""
+        self._points = [p for p in self._points if p[0] <= x]
+        self._pending = [p for p in self._pending if p[0] <= x]
+
+    def points(self) -> tuple[tuple[float, float], ...]:
+        """Return the points, oldest first, the latest unfinished one included."""
+        tail = (_mean_point(self._pending),) if self._pending else ()
+        return (*self._points, *tail)
+
+
+class EvenSample(Generic[T]):
+    """At most ``SAMPLE_ITEMS`` items spread evenly over all that was added: every n-th, n doubling."""
+
+    def __init__(self, limit: int = SAMPLE_ITEMS) -> None:
+        self._limit = limit
+        self._stride = 1
+        self._seen = 0
+        self._items: list[T] = []
+
+    def add(self, item: T) -> None:
+        """Offer one item."""
+        if self._seen % self._stride == 0:
+            self._items.append(item)
+            if len(self._items) >= self._limit:
+                self._items = self._items[::2]
+                self._stride *= 2
+        self._seen += 1
+
+    def items(self) -> tuple[T, ...]:
+        """Return the sample in the order of arrival."""
+        return tuple(self._items)
+
+
+def _mean_point(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    # The last x keeps curves ending at the latest step; the mean y keeps their area.
+    return points[-1][0], sum(y for _, y in points) / len(points)
+
+
+def median(values: Iterable[float]) -> float | None:
+    """Return the median, or None of nothing (``statistics.median`` is slow to import and raises)."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
