@@ -21,10 +21,14 @@ import msgspec
 SCHEMA = 1
 """Version of this vocabulary. Raised only when an old reader would misunderstand a new log."""
 
-STEP_PHASES = ("data_wait", "forward", "loss", "backward", "clip", "optimizer", "other")
-"""The step ledger's buckets, in the order in which a step passes through them."""
+STEP_PHASES = ("data_wait", "forward", "loss", "backward", "clip", "optimizer", "callbacks", "other")
+"""The step ledger's buckets, in the order in which a step passes through them.
 
-SPAN_KINDS = ("startup", "evaluation", "saving", "logging", "callbacks", "between")
+``data_wait`` is fetching, collating and moving to the device; ``loss`` is what lies between the model's forward
+and backward; ``callbacks`` are all callbacks of the trainer, this one included; ``other`` is the remainder.
+"""
+
+OUTSIDE_KINDS = ("startup", "evaluation", "saving", "logging", "callbacks", "between")
 """What happens outside of optimizer steps. ``between`` is the remainder: epoch turns, dataloader start-up."""
 
 
@@ -73,6 +77,8 @@ class TrainFacts(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Optimizer steps at which this run ends."""
     epochs: float | None = None
     """``num_train_epochs`` as configured, also when ``max_steps`` cuts the run short."""
+    eval_every_steps: float | None = None
+    save_every_steps: float | None = None
     output_dir: str | None = None
 
 
@@ -126,10 +132,10 @@ class Header(Base, frozen=True, kw_only=True, tag="header"):
     dataset: DatasetFacts
     devices: tuple[Device, ...] = ()
     versions: Mapping[str, str] = {}
+    data_parallel_size: int | None = None
+    """How many ranks see different data; fewer than ``world_size`` under tensor or context parallelism."""
     price_usd_per_hour: float | None = None
     """Price of the machine that this run is on, as its user stated it."""
-    evaluations: int | None = None
-    saves: int | None = None
 
 
 class MicroBatch(msgspec.Struct, frozen=True, array_like=True):
@@ -171,6 +177,9 @@ class Step(Base, frozen=True, kw_only=True, tag="step"):
     """Seconds per phase of ``STEP_PHASES``, by ``clock``; they add up to the wall time."""
     clock: str = "host"
     """``host``, or ``cuda`` where the phases are distances between events on the device's timeline."""
+    before_s: Mapping[str, float] = {}
+    """Host seconds between the step before and this one, by kind of ``OUTSIDE_KINDS``, but for what has a span
+    record of its own."""
     micro: tuple[MicroBatch, ...] = ()
     epoch: float | None = None
     memory: Memory | None = None
@@ -181,7 +190,7 @@ class Step(Base, frozen=True, kw_only=True, tag="step"):
 
 
 class Span(Base, frozen=True, kw_only=True, tag="span"):
-    """A stretch outside of optimizer steps: evaluation, saving, logging ..."""
+    """An evaluation or a checkpoint being saved, outside of optimizer steps."""
 
     kind: str
     t_s: float
@@ -320,6 +329,8 @@ class End(Base, frozen=True, kw_only=True, tag="end"):
     """``completed``, ``failed``, ``interrupted`` or ``retried``."""
     step: int
     reason: str | None = None
+    before_s: Mapping[str, float] = {}
+    """As in ``Step``: what came after the last step."""
 
 
 Record = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ft_insight import records as r
@@ -224,6 +224,7 @@ class RunState:
         self._epoch = step.epoch if step.epoch is not None else self._epoch
         self._phase_clock = step.clock
         self._skipped += bool(step.skipped)
+        self._note_outside(step.before_s)
         first = self._sums.steps == 0
         self._sums.add(step)
         self._last.append(step)
@@ -253,8 +254,12 @@ class RunState:
             if self._sums.steps > 1:
                 self._memory_points[self._most_slots] = (self._most_slots, peak, allocated)
 
+    def _note_outside(self, parts: Mapping[str, float]) -> None:
+        for kind, seconds in parts.items():
+            self._spans[kind] = self._spans.get(kind, 0.0) + seconds
+
     def _on_span(self, span: r.Span) -> None:
-        self._spans[span.kind] = self._spans.get(span.kind, 0.0) + span.wall_s
+        self._note_outside({span.kind: span.wall_s})
         self._span_counts[span.kind] = self._span_counts.get(span.kind, 0) + 1
 
     def _on_logs(self, logs: r.Logs) -> None:
@@ -281,6 +286,7 @@ class RunState:
 
     def _on_end(self, end: r.End) -> None:
         self._end = end
+        self._note_outside(end.before_s)
 
     def _curve(self, name: str) -> CurveBuilder:
         return self._curves.setdefault(name, CurveBuilder())
@@ -317,7 +323,7 @@ class RunState:
             phases=_shares(self._sums.phases, r.STEP_PHASES),
             recent_phases=_shares(_Sums.of(last).phases, r.STEP_PHASES),
             ledger_gap=self._sums.gap(),
-            outside=_shares(self._spans, r.SPAN_KINDS, whole=self._clock_s),
+            outside=_shares(self._spans, r.OUTSIDE_KINDS, whole=self._clock_s),
             unaccounted_s=self._clock_s - self._sums.wall_s - sum(self._spans.values()),
             curves={name: curve.points() for name, curve in self._curves.items()},
             latest_logs=dict(self._logs),
@@ -435,16 +441,20 @@ def combine(views: list[RunView]) -> RunView:
     lead, *others = views
     if not others:
         return lead
-    totals = [v.totals for v in views]
+    gpus_of = views
+    # ranks that share their data (tensor parallelism) must not count it twice
+    different = lead.header.data_parallel_size if lead.header else None
+    if different is not None and different < len(views):
+        views = views[:different]
     return dataclasses.replace(
         lead,
-        ranks=len(views),
-        totals=Totals(lead.totals.steps, *(_sum_known(totals, name) for name in _Sums._COUNTS)),
+        ranks=len(gpus_of),
+        totals=Totals(lead.totals.steps, *(_sum_known([v.totals for v in views], name) for name in _Sums._COUNTS)),
         rates=_sum_rates([v.rates for v in views]),
         recent=_sum_rates([v.recent for v in views]),
-        gpus=tuple(gpu for v in views for gpu in v.gpus),
+        gpus=tuple(gpu for v in gpus_of for gpu in v.gpus),
         experts=ExpertTally.merged([v.experts for v in views]),
-        notices=tuple({(n.collector, n.text): n for v in views for n in v.notices}.values()),
+        notices=tuple({(n.collector, n.text): n for v in gpus_of for n in v.notices}.values()),
         unknown_lines=sum(v.unknown_lines for v in views),
         malformed_lines=sum(v.malformed_lines for v in views),
         curves={**lead.curves, **_sum_rate_curves(views)},

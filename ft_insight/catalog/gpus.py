@@ -1,0 +1,177 @@
+"""Published figures of data-centre and workstation GPUs, and finding one by the name people or drivers use.
+
+The figures live in ``gpus.toml`` beside this module, each GPU with its source. A wrong GPU makes every number
+downstream wrong without a sign, so names are matched whole (case, spaces, dashes and vendor words aside) and
+never by nearness: what is not known is refused, with suggestions.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+USABLE_GIB_PER_MARKETING_GB: Final = 0.91
+"""GiB that torch reports for each GB on the box, where the card itself has no figure; see `Gpu`."""
+
+_GIB: Final = 1024**3
+_DATA: Final = Path(__file__).with_name("gpus.toml")
+_SEPARATORS: Final = re.compile(r"[\s\-_()]+")
+_VENDOR_WORDS: Final = re.compile(r"(?:nvidia|amd|instinct|geforce|tesla)(?=.)")
+# Reported over marketing memory (GiB per GB): 0.91 with ECC on GDDR6 up to 1.0 on HBM seen by NVML. Outside
+# this the device is a slice or another variant than its name says.
+_PLAUSIBLE_SHARE: Final = (0.88, 1.02)
+_MAX_SUGGESTIONS: Final = 3
+_SUGGEST_FROM: Final = 60.0  # rapidfuzz ratio, per cent; below it a suggestion is noise
+_SHOWN_NAME_CHARS: Final = 60
+
+
+class UnknownGpuError(ValueError):
+    """A name that stands for no GPU of the catalogue for certain; its message is one line, fit to show."""
+
+
+class Gpu(msgspec.Struct, frozen=True):
+    """One GPU as its maker publishes it, with units in the field names, so projections can cite a source.
+
+    Rates are dense TFLOPS (no sparsity), None where not published or not supported in hardware. `memory_gb`
+    is what marketing says; `usable_memory_gib` is what torch reports as total memory (GiB, lower end of
+    what has been seen, ECC on), None where nobody noted it. `measured_bf16_tflops` is the best matmul rate
+    measured, which can be half the published one. `device_names` are what torch or NVML report for exactly
+    this card, `aliases` what people type. `note` holds what is doubtful about the figures: show it beside
+    them.
+    """
+
+    name: str
+    vendor: str
+    memory_gb: float
+    bandwidth_gbs: float
+    fp16_tflops: float
+    fp32_tflops: float
+    sm_count: int
+    tdp_w: float
+    compute_capability: str
+    architecture: str
+    source: str
+    usable_memory_gib: float | None = None
+    bf16_tflops: float | None = None
+    tf32_tflops: float | None = None
+    fp8_tflops: float | None = None
+    measured_bf16_tflops: float | None = None
+    nvlink_gbs: float | None = None
+    note: str = ""
+    device_names: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def usable_memory_bytes(self) -> int:
+        """Bytes a training process can hope for, to judge whether a run fits.
+
+        The noted figure where there is one; otherwise 0.91 GiB for each marketing GB. Of the seven noted
+        cards, A100-80 and H100-80 report 0.989 GiB per GB, RTX 4090 0.983, A40 and L40S 0.925, A10G 0.917
+        and T4 0.9125 (ECC on GDDR6 takes a sixteenth): 0.91 is just under the lowest, so a fit is never
+        promised on memory that is not there, at the price of about 8% on HBM cards such as the H200.
+        """
+        gib = self.usable_memory_gib
+        if gib is None:
+            gib = self.memory_gb * USABLE_GIB_PER_MARKETING_GB
+        return int(gib * _GIB)
+
+    @property
+    def matmul_tflops(self) -> float:
+        """Dense TFLOPS that mixed-precision training can use: bf16, or fp16 where the card has no bf16."""
+        return self.fp16_tflops if self.bf16_tflops is None else self.bf16_tflops
+
+
+class _Catalogue(msgspec.Struct, frozen=True):
+    gpu: tuple[Gpu, ...]
+
+
+@lru_cache(maxsize=1)
+def load_gpus() -> tuple[Gpu, ...]:
+    """Every GPU of the catalogue in file order, read once and kept."""
+    return msgspec.convert(tomllib.loads(_DATA.read_text(encoding="utf-8")), _Catalogue).gpu
+
+
+def find_gpu(name: str) -> Gpu:
+    """Give the GPU that a typed name stands for, or refuse: a wrong guess would be worse than an error.
+
+    Case, spaces, dashes, underscores, brackets and vendor words do not matter, and what torch or NVML
+    report is understood too. A name that leaves the variant open means the one most commonly rented:
+    ``a100`` and ``h100`` the SXM card with 80 GB (``a100 pcie`` the 80 GB one), ``h200``, ``b200`` and
+    ``b300`` the SXM card, ``gh200`` the 96 GB one, ``v100`` and ``v100 pcie`` the 16 GB one (``v100`` being
+    SXM2). Raises `UnknownGpuError` with up to three suggestions otherwise.
+    """
+    gpu = _by_key().get(_key(name))
+    if gpu is None:
+        raise UnknownGpuError(_refusal(name))
+    return gpu
+
+
+def gpu_for_device(device_name: str, memory_bytes: int | None) -> Gpu | None:
+    """Give the catalogue entry of a device as torch or NVML names it, or None when that is not certain.
+
+    `memory_bytes` is the total memory reported, None if unknown; it tells variants of one name apart and
+    unmasks a slice. The name must be a reported one in full, so laptop, Max-Q, vGPU and MIG devices give
+    None, and so does the MI250X, which torch shows as two devices of half the published figures.
+    """
+    named = _by_device_name().get(_device_key(device_name), ())
+    fitting = [gpu for gpu in named if memory_bytes is None or _memory_fits(gpu, memory_bytes)]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _memory_fits(gpu: Gpu, memory_bytes: int) -> bool:
+    low, high = _PLAUSIBLE_SHARE
+    return low <= memory_bytes / _GIB / gpu.memory_gb <= high
+
+
+def _key(name: str) -> str:
+    """Reduce a name to what tells GPUs apart; vendor words go from the front only, never leaving nothing."""
+    key = _SEPARATORS.sub("", name.casefold())
+    while match := _VENDOR_WORDS.match(key):
+        key = key[match.end() :]
+    return key
+
+
+def _device_key(name: str) -> str:
+    """Reduce a reported name: older drivers leave out the leading NVIDIA, and nothing else may differ."""
+    return " ".join(name.casefold().split()).removeprefix("nvidia ")
+
+
+@lru_cache(maxsize=1)
+def _by_key() -> dict[str, Gpu]:
+    return {_key(each): gpu for gpu in load_gpus() for each in (gpu.name, *gpu.device_names, *gpu.aliases)}
+
+
+@lru_cache(maxsize=1)
+def _by_device_name() -> dict[str, tuple[Gpu, ...]]:
+    found: dict[str, tuple[Gpu, ...]] = {}
+    for gpu in load_gpus():
+        for key in {_device_key(each) for each in gpu.device_names}:
+            found[key] = (*found.get(key, ()), gpu)
+    return found
+
+
+def _refusal(name: str) -> str:
+    shown = name if len(name) <= _SHOWN_NAME_CHARS else name[:_SHOWN_NAME_CHARS] + "..."
+    near = _suggestions(name)
+    hint = f"did you mean {', '.join(near)}? " if near else ""
+    return f"unknown GPU {shown!r}: {hint}ft_insight.catalog.load_gpus() lists all {len(load_gpus())}"
+
+
+def _suggestions(name: str) -> list[str]:
+    """Canonical names nearest to a refused one, best first, each once."""
+    from rapidfuzz import fuzz, process  # only wanted when a name is refused
+
+    by_key = _by_key()
+    key = _key(name[:_SHOWN_NAME_CHARS])
+    hits = process.extract(key, list(by_key), scorer=fuzz.ratio, score_cutoff=_SUGGEST_FROM, limit=None)
+    return list(dict.fromkeys(by_key[hit].name for hit, _, _ in hits))[:_MAX_SUGGESTIONS]
