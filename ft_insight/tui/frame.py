@@ -1,0 +1,28 @@
+"""One moment of the dashboard: all that a drawing may depend on, frozen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ft_insight.reader import Status
+from ft_insight.run import RunView
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A snapshot of the run, and how its user wants to see it."""
+
+    view: RunView = field(default_factory=RunView)
+    status: Status = Status("waiting", "waiting")
+    path: Path = Path()
+    elapsed_s: float = 0.0
+    """The run's elapsed time now: the view's, moved on by the dashboard's clock while the run is live."""
+    paused: bool = False
+    by_imbalance: bool = False
+    """Layers of experts are sorted by imbalance instead of by their place in the model."""
+
+    @property
+    def waiting(self) -> bool:
+        """There is nothing of a run to be shown yet."""
+        return self.view.header is None

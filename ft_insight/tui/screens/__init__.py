@@ -1,0 +1,1 @@
+"""What fills the terminal: the pages behind the tabs, and the help."""
