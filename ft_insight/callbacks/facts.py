@@ -147,9 +147,11 @@ def is_compiled(trainer: Any, args: Any, model: nn.Module) -> bool:
 
 
 def _checkpointing(args: Any) -> str:
-    if not args.gradient_checkpointing:
+    # transformers 5.24 renamed the option, and mirrors it under its old name until 6
+    name = "activation_checkpointing" if hasattr(args, "activation_checkpointing") else "gradient_checkpointing"
+    if not getattr(args, name):
         return "none"
-    options = args.gradient_checkpointing_kwargs or {}
+    options = getattr(args, f"{name}_kwargs", None) or {}
     return "reentrant" if options.get("use_reentrant", False) else "non-reentrant"
 
 

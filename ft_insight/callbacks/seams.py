@@ -154,7 +154,7 @@ def _outside(session: Session, call: Call, kind: str) -> Call:
     def stand_in(*args: Any, **kwargs: Any) -> Any:
         outermost = bool(run("ledger", session.outside_begins, kind))
         result = watched(*args, **kwargs)
-        run("ledger", session.outside_ends, kind, outermost)
+        run("ledger", session.outside_ends, kind, outermost, session.output.step)
         return result
 
     return stand_in

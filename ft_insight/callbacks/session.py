@@ -53,7 +53,7 @@ class Session:
 
     def __init__(self, options: Options) -> None:
         self.output = Output()
-        self.guard = Guard(lambda collector, reason: self.output.notice(collector, f"off: {reason}", off=True))
+        self.guard = Guard(self._collector_failed)
         self.options = options
         self.place: place.Place | None = None
         self.rank = 0
@@ -68,6 +68,12 @@ class Session:
         self._trainer: weakref.ref[Any] = lambda: None  # type: ignore[assignment, return-value]
         self._in_forward = False
         self.ledger = Ledger(HostClock(), self._on_step)
+
+    def _collector_failed(self, collector: str, reason: str) -> None:
+        self.output.notice(collector, f"off: {reason}", off=True)
+        if collector == "ledger":
+            # without it nobody tells training from evaluation, and a wrong count is worse than none
+            self.guard.turn_off("experts")
 
     # beginning
 

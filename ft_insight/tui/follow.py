@@ -36,7 +36,7 @@ class Unreadable:
 
 
 def follow(path: Path, post: Callable[[Snapshot | Unreadable], object], stop: threading.Event) -> None:
-    """Read the log at ``path`` as it grows and post what is new, until ``stop`` is set or it is no run log."""
+    """Read the log at ``path`` as it grows and post what is new, until ``stop`` is set or it is no log."""
     try:
         _Loop(path, post, stop).run()
     except RunLogError as error:

@@ -8,13 +8,15 @@ from pathlib import Path
 from ft_insight.reader import Status
 from ft_insight.run import RunView
 
+_WAITING = Status("waiting", "waiting")
+
 
 @dataclass(frozen=True, slots=True)
 class Frame:
     """A snapshot of the run, and how its user wants to see it."""
 
     view: RunView = field(default_factory=RunView)
-    status: Status = Status("waiting", "waiting")
+    status: Status = _WAITING
     path: Path = Path()
     elapsed_s: float = 0.0
     """The run's elapsed time now: the view's, moved on by the dashboard's clock while the run is live."""

@@ -16,13 +16,12 @@ Title = Callable[[Frame], Text]
 
 
 class Panel(Widget):
-    """Shows what ``draw(frame, width, height)`` returns. With ``tall`` its height follows from the drawing."""
+    """Shows what ``draw(frame, width, height)`` returns. With ``tall`` the drawing decides its height."""
 
     def __init__(self, draw: Draw, title: Title | str, *, classes: str = "", tall: bool = False) -> None:
         super().__init__(classes=f"panel {'tall' if tall else ''} {classes}")
         self._drawing = draw
         self._heading = title
-        self._tall = tall
         self._room = 0
         self._shown = Frame()
         self._lines = 0
@@ -31,19 +30,24 @@ class Panel(Widget):
         """Draw another moment."""
         self._shown = frame
         title = Text(self._heading) if isinstance(self._heading, str) else self._heading(frame)
-        self.border_title = cut(title, max(10, self.size.width - 4))  # type: ignore[assignment]
-        grown = self._tall and self.size.width > 0 and self._lines != len(self._draw(self.size.width))
+        title = cut(title, max(10, self.size.width - 4))
+        self.border_title = title if self.styles.border_left[0] else Text(" ") + title + Text(" ")
+        grown = (
+            self.styles.is_auto_height
+            and self.size.width > 0
+            and self._lines != len(self._draw(self.size.width))
+        )
         self.refresh(layout=grown)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
         """Tell the layout how many lines the drawing takes."""
         self._room = max(1, container.height - 2)
-        return max(1, len(self._draw(width))) if self._tall else container.height
+        return max(1, len(self._draw(width)))
 
     def render(self) -> Text:
         """Return the drawing as one text, cut to the panel's size."""
         width, height = self.size
-        if not self._tall:
+        if not self.styles.is_auto_height:
             self._room = height
         lines = self._draw(width)
         return Text("\n").join([cut(line, width) for line in lines[:height]])

@@ -10,10 +10,9 @@ from itertools import pairwise
 from rich.text import Text
 
 from ft_insight.run import Points
-from ft_insight.tui.widgets.text import CURVE, FAINT, QUIET, TRACK
+from ft_insight.tui.widgets.text import CURVE, FAINT, MARK, QUIET, SPARK, TRACK
 from ft_insight.units import significant
 
-_EIGHTHS = " ▏▎▍▌▋▊▉█"
 _LEVELS = "▁▂▃▄▅▆▇█"
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
@@ -25,6 +24,8 @@ class Layer:
     points: Points
     style: str = CURVE
     joined: bool = True
+    sign: str = ""
+    """Drawn in the cell of every point, instead of dots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,26 +45,24 @@ def tick(value: float) -> str:
 
 def bar(fraction: float, width: int, style: str = CURVE, mark: float | None = None) -> Text:
     """Draw a horizontal bar on a quiet track, with an optional mark at another fraction."""
-    eighths = round(min(1.0, max(0.0, fraction)) * width * 8)
-    full, rest = divmod(eighths, 8)
-    cells = "█" * full + (_EIGHTHS[rest] if rest else "")
-    line = Text(cells.ljust(width), f"{style} on {TRACK}")
+    full, half = divmod(round(min(1.0, max(0.0, fraction)) * width * 2), 2)
+    line = Text("━" * full + "╸" * half, style)
+    line.append("━" * (width - full - half), TRACK)
     if mark is not None and width > 2:
         at = min(width - 1, int(mark * width))
-        on = style.split()[-1] if at < full else TRACK
-        line = line[:at] + Text("│", f"#e8edf2 on {on}") + line[at + 1 :]
+        line = line[:at] + Text("│", MARK) + line[at + 1 :]
     return line
 
 
-def spark(points: Points, width: int, low: float | None = 0.0, style: str = CURVE) -> Text:
-    """Draw a curve in one line, scaled from ``low`` (or the least value) to the greatest."""
+def spark(points: Points, width: int, low: float | None = 0.0, high: float | None = None) -> Text:
+    """Draw a curve in one line; its scale ends at the least and greatest value where none is given."""
     values = _buckets([y for _, y in points], width)
     if not values:
         return Text()
     bottom = min(values) if low is None else low
-    span = max(values) - bottom
+    span = (max(values) if high is None else high) - bottom
     levels = [round((v - bottom) / span * 7) if span > 0 else 3 for v in values]
-    return Text("".join(_LEVELS[max(0, min(7, n))] for n in levels), style)
+    return Text("".join(_LEVELS[max(0, min(7, n))] for n in levels), SPARK)
 
 
 def _buckets(values: Sequence[float], width: int) -> list[float]:
@@ -96,7 +95,7 @@ def split(shares: Sequence[float], width: int) -> list[int]:
     return cells
 
 
-def smooth(points: Points, part: int = 24) -> Points:
+def smooth(points: Points, part: int = 12) -> Points:
     """Return the running mean over about 1/``part`` of the curve: the trend under the noise."""
     half = len(points) // (2 * part)
     if not half:
@@ -115,7 +114,7 @@ def trend(points: Points) -> list[Layer]:
 
 
 def chart(layers: Sequence[Layer], width: int, height: int, y: Axis, x: Axis) -> list[Text]:
-    """Draw curves with a value axis at the left and the ends of the other axis below; [] if there is no room."""
+    """Draw curves with a value axis at the left and the ends of the other below; [] without room for it."""
     points = [p for layer in layers for p in layer.points]
     if not points or height < 3 or width < 24:
         return []
@@ -165,6 +164,7 @@ class _Canvas:
     def __init__(self, width: int, height: int) -> None:
         self._width, self._height = width, height
         self._cells: list[dict[int, tuple[int, str]]] = [{} for _ in range(height)]
+        self._signs: dict[tuple[int, int], tuple[str, str]] = {}
 
     def draw(self, layer: Layer, x: tuple[float, float], y: tuple[float, float]) -> None:
         wide, high = self._width * 2 - 1, self._height * 4 - 1
@@ -172,12 +172,14 @@ class _Canvas:
             (round((px - x[0]) / (x[1] - x[0]) * wide), high - round((py - y[0]) / (y[1] - y[0]) * high))
             for px, py in layer.points
         ]
-        if not layer.joined or len(dots) == 1:
+        if layer.sign:
+            self._signs.update({(y // 4, x // 2): (layer.sign, layer.style) for x, y in dots})
+        elif not layer.joined or len(dots) == 1:
             for dot in dots:
                 self._dot(*dot, layer.style)
-            return
-        for a, b in pairwise(dots):
-            self._stroke(a, b, layer.style)
+        else:
+            for a, b in pairwise(dots):
+                self._stroke(a, b, layer.style)
 
     def _stroke(self, a: tuple[int, int], b: tuple[int, int], style: str) -> None:
         length = max(abs(b[0] - a[0]), abs(b[1] - a[1]), 1)
@@ -196,5 +198,6 @@ class _Canvas:
         cells = self._cells[row]
         for x in range(self._width):
             bits, style = cells.get(x, (0, ""))
-            text.append(chr(0x2800 + bits) if bits else " ", style)
+            sign, own = self._signs.get((row, x), ("", ""))
+            text.append(sign or (chr(0x2800 + bits) if bits else " "), own or style)
         return text

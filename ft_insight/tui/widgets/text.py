@@ -1,7 +1,7 @@
 """Plain text made safe and set in columns.
 
-Whatever comes from a log passes through ``clean`` and ends in a ``rich.text.Text``: nothing is read as markup,
-and no control character reaches the terminal.
+Whatever comes from a log passes through ``clean`` and ends in a ``rich.text.Text``: nothing is read as
+markup, and no control character reaches the terminal.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ ATTENTION = "bold #ffa23a"
 QUIET = "#7d8794"
 STRONG = "bold #e8edf2"
 CURVE = "#6cb0f0"
-FAINT = "#33506e"
+SPARK = "#41709e"
+FAINT = "#2c4763"
 GOOD = "#6fbf73"
 TRACK = "#252d38"
+MARK = "#e3e8ee"
 
 Cell = str | Text
 
 
 def clean(text: object, limit: int = 400) -> str:
-    """Make one line of foreign text: control and formatting characters out, white space single, length bounded."""
+    """Make one line of foreign text: control and formatting characters out, white space single, bounded."""
     raw = str(text)[: 4 * limit]
     spaced = "".join(" " if c.isspace() else c for c in raw)
     kept = "".join(c for c in spaced if unicodedata.category(c)[0] != "C")
@@ -52,7 +54,21 @@ def words(*parts: str | Text | tuple[str, str]) -> Text:
 
 def joined(parts: Iterable[Text], between: str = " · ") -> Text:
     """Join pieces with a quiet separator, leaving out empty ones."""
-    return Text(between, QUIET).join([p for p in parts if p.plain])
+    line = Text()
+    for part in parts:
+        if part.plain:
+            line.append(between if line else "", QUIET).append_text(part)
+    return line
+
+
+def flow(parts: Iterable[Text], width: int, most: int = 2) -> list[Text]:
+    """Join pieces like ``joined``, over several lines where one is too short for them."""
+    lines: list[list[Text]] = [[]]
+    for part in parts:
+        if lines[-1] and joined([*lines[-1], part]).cell_len > width and len(lines) < most:
+            lines.append([])
+        lines[-1].append(part)
+    return [cut(joined(line), width) for line in lines]
 
 
 def cut(line: Text, width: int) -> Text:

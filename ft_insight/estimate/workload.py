@@ -1,0 +1,105 @@
+"""What is to be trained: how many queries, how long they are, and how many slots a batch of them fills."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ft_insight.run import RunView
+
+
+class WorkloadError(ValueError):
+    """A job that cannot be priced; the message is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A job: ``queries`` rows of the training set, ``epochs`` times."""
+
+    queries: int
+    epochs: float
+    basis: str
+    """Where these numbers come from, in words."""
+    length_values: tuple[int, ...] = ()
+    """Tokens per query, ascending; with ``length_counts`` a histogram. Empty where lengths are not known."""
+    length_counts: tuple[int, ...] = ()
+    padded: bool = True
+    """Every row of a micro-batch fills as many slots as its longest one."""
+
+    @property
+    def total(self) -> float:
+        """Queries over all epochs."""
+        return self.queries * self.epochs
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest query."""
+        return self.length_values[-1] if self.length_values else None
+
+    def slots(self, batch: int) -> float | None:
+        """Return the expected slots of a micro-batch of ``batch`` queries drawn at random; None if unknown.
+
+        Padded, it is ``batch`` times the expected longest of ``batch`` draws, from the distribution of lengths.
+        """
+        if not self.length_values:
+            return None
+        total = sum(self.length_counts)
+        if not self.padded:
+            pairs = zip(self.length_values, self.length_counts, strict=True)
+            return batch * sum(v * c for v, c in pairs) / total
+        expected = below = 0.0
+        cumulated = 0
+        for value, count in zip(self.length_values, self.length_counts, strict=True):
+            cumulated += count
+            at_most = (cumulated / total) ** batch
+            expected += value * (at_most - below)
+            below = at_most
+        return batch * expected
+
+
+def workload_of(
+    view: RunView, *, queries: int | None = None, epochs: float | None = None, seq_len: int | None = None
+) -> Workload:
+    """Return the job that the trainer was set to do, with what the user says instead.
+
+    It is the training set times ``num_train_epochs``, also where ``max_steps`` ended this run early: a probe of 20
+    steps is priced as the job that it probes. Where ``max_steps`` asks for more than that, it is what is priced.
+    """
+    header = view.header
+    assert header is not None  # noqa: S101 - views of runs have one
+    train, data = header.train, header.dataset
+    basis = []
+    per_step = _queries_per_step(view)
+    rows, times = data.queries, train.epochs
+    if rows is None and train.max_steps and per_step:
+        rows, times = round(train.max_steps * per_step), 1.0
+        basis.append(f"{train.max_steps:,} steps of {per_step:,.0f}, from a data set without a length")
+    elif rows and times and train.max_steps and per_step and train.max_steps * per_step > rows * times * 1.01:
+        times = train.max_steps * per_step / rows
+        basis.append(f"{train.max_steps:,} steps as set by max_steps")
+    if queries is not None:
+        rows = queries
+        times = times if epochs is None and data.queries is not None else (epochs or 1.0)
+    if epochs is not None:
+        times = epochs
+    if rows is None:
+        raise WorkloadError("the run does not say how many rows its training set has: add --queries N")
+    times = 1.0 if times is None else times
+    unit = data.query_unit + ("s" if rows != 1 else "")
+    label = f"{rows:,} {unit} x {times:g} epoch{'s' if times != 1 else ''}"
+    values, counts = data.length_values or (), data.length_counts or ()
+    if seq_len is not None:
+        values, counts = (seq_len,), (1,)
+        basis.append(f"every row {seq_len:,} tokens long")
+    padded = not (train.padding_free or (train.packing and train.packing != "wrapped"))
+    return Workload(rows, times, "; ".join([label, *basis]), tuple(values), tuple(counts), padded)
+
+
+def _queries_per_step(view: RunView) -> float | None:
+    """Queries of one optimizer step over all ranks: measured, else as configured."""
+    if view.totals.queries and view.totals.steps:
+        return view.totals.queries / view.totals.steps
+    header = view.header
+    if header is None or not header.train.batch:
+        return None
+    ranks = header.data_parallel_size or header.world_size
+    return header.train.batch * (header.train.accumulation or 1) * ranks

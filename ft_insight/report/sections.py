@@ -1,0 +1,179 @@
+"""What a report says, section by section: the answer first, the evidence next, what is not known last."""
+
+from __future__ import annotations
+
+from ft_insight import units
+from ft_insight.catalog import SNAPSHOT_DATE
+from ft_insight.experts import LayerLoad
+from ft_insight.reader import Status
+from ft_insight.records import Projection
+from ft_insight.report.layout import Section
+from ft_insight.run import RunView
+from ft_insight.verdict import findings
+from ft_insight.words import PHASE_WORDS, clean, estimate, fit_text, hours_text, reasons, usd_text
+
+MOST_EXPERT_COLUMNS = 16
+
+
+def report_sections(view: RunView, status: Status) -> list[Section]:
+    """Return all sections of a run's report; empty ones are not shown."""
+    return [
+        _status(view, status),
+        Section("Findings", tuple(clean(f.text, 300) for f in findings(view))),
+        _time(view),
+        _throughput(view),
+        _training(view),
+        _experts(view),
+        _memory(view),
+        Section("Step time", (fit_text(view.fit),) if view.fit else ()),
+        *(projection_sections(view.projection) if view.projection else ()),
+        _not_known(view),
+    ]
+
+
+def _status(view: RunView, status: Status) -> Section:
+    lines = [clean(status.text)]
+    if view.total_steps and not (view.end and view.end.status == "completed"):
+        lines.append(f"step {view.step:,} of {view.total_steps:,}, {units.duration(view.to_go_s)} to go at this pace")
+    if view.segments > 1:
+        lines.append(f"{view.segments} segments: resumed or retried; time and money are of all, the rest of the last")
+    return Section("Status", tuple(lines))
+
+
+def _time(view: RunView) -> Section:
+    steps = max(1, view.totals.steps)
+    rows = [("phase", "per step", "share of steps")]
+    rows += [
+        (PHASE_WORDS.get(p.name, p.name), units.duration(p.seconds / steps), units.share(p.share)) for p in view.phases
+    ]
+    after = []
+    if view.ledger_gap is not None:
+        clock = "CUDA events" if view.phase_clock == "cuda" else "the host's clock"
+        after.append(f"by {clock}; the phases add up to {units.share(1 + view.ledger_gap)} of the steps' wall time")
+    if view.outside:
+        parts = ", ".join(f"{p.name} {units.duration(p.seconds)} ({units.share(p.share)})" for p in view.outside)
+        after.append(f"outside of steps, of the whole run: {parts}")
+    if view.self_share is not None:
+        after.append(f"ft-insight itself took {units.share(view.self_share)} of step time, as it measured itself")
+    return Section("Where the time went", table=tuple(rows) if view.phases else (), after=tuple(after))
+
+
+def _throughput(view: RunView) -> Section:
+    rates, totals = view.rates, view.totals
+    if not totals.steps:
+        return Section("Throughput")
+    rows = (
+        ("", "per second", "in all"),
+        ("queries", units.rate(rates.queries_per_s), units.count(totals.queries)),
+        ("real tokens", units.rate(rates.real_tokens_per_s), units.count(totals.real_tokens)),
+        ("loss tokens", units.rate(rates.loss_tokens_per_s), units.count(totals.loss_tokens)),
+        ("slots (with padding)", units.rate(rates.slots_per_s), units.count(totals.slots)),
+    )
+    after = f"padding {units.share(totals.padding_share)} of slots; rates leave out the first step"
+    return Section("Throughput", table=rows, after=(after,))
+
+
+def _training(view: RunView) -> Section:
+    names = ("loss", "eval_loss", "grad_norm", "learning_rate")
+    lines = []
+    for name in names:
+        if name in view.nonfinite:
+            lines.append(f"{name}: NaN or infinite")
+        elif view.curves.get(name):
+            first, last = view.curves[name][0][1], view.curves[name][-1][1]
+            lines.append(f"{name}: {first:.4g} -> {last:.4g}")
+    return Section("As the trainer logged it", tuple(lines))
+
+
+def _experts(view: RunView) -> Section:
+    if not view.experts:
+        return Section("Tokens per expert")
+    widest = max(len(load.counts) for load in view.experts)
+    if widest <= MOST_EXPERT_COLUMNS:
+        head = ("layer", *(str(e) for e in range(widest)), "max/mean", "CV")
+        rows = [_all_shares(load, widest) for load in view.experts]
+    else:
+        head = ("layer", "busiest", "its share", "max/mean", "CV", "dead")
+        rows = [_busiest(load) for load in view.experts]
+    after = [f"share of token assignments; even would be {units.share(view.experts[0].ideal)}"]
+    if view.expert_padding_counted:
+        after.append("padding is counted in: no mask of the right shape was to be had")
+    return Section("Tokens per expert", table=(head, *rows), after=tuple(after))
+
+
+def _all_shares(load: LayerLoad, width: int) -> tuple[str, ...]:
+    shares = [units.share(s) for s in load.shares]
+    shares += [""] * (width - len(shares))
+    return (clean(load.layer), *shares, f"{load.max_over_mean:.2f}", f"{load.cv:.2f}")
+
+
+def _busiest(load: LayerLoad) -> tuple[str, ...]:
+    return (
+        clean(load.layer),
+        str(load.worst),
+        units.share(max(load.shares)),
+        f"{load.max_over_mean:.2f}",
+        f"{load.cv:.2f}",
+        str(len(load.dead)),
+    )
+
+
+def _memory(view: RunView) -> Section:
+    lines = []
+    memory = view.memory
+    if memory is not None:
+        if memory.peak_allocated_bytes is not None:
+            lines.append(
+                f"device: peak {units.size(memory.peak_allocated_bytes)} allocated, "
+                f"{units.size(memory.peak_reserved_bytes)} reserved; "
+                f"{units.size(memory.allocated_bytes)} between steps"
+            )
+        lines.append(f"host: {units.size(memory.rss_bytes)} resident")
+    for gpu in view.gpus:
+        latest = gpu.latest
+        lines.append(
+            f"GPU {clean(latest.uuid)}: {units.size(latest.memory_used_bytes)} of "
+            f"{units.size(latest.memory_total_bytes)} in use, a kernel ran "
+            f"{'n/a' if latest.gpu_percent is None else f'{latest.gpu_percent:.0f}%'} of the time, "
+            f"{'n/a' if latest.power_w is None else f'{latest.power_w:.0f} W'}"
+        )
+    return Section("Memory and GPU", tuple(lines))
+
+
+def projection_sections(projection: Projection, *, verbose: bool = False) -> list[Section]:
+    """Return the table of GPUs, the prices it rests on, and what cannot be known."""
+    rows = [("GPU", "memory", "largest batch", "queries/s", "time", "$/h", "dollars", "basis")]
+    for row in projection.rows:
+        rows.append(
+            (
+                clean(row.gpu, 40) + (" (here)" if row.here else ""),
+                f"{row.memory_gb:g} GB" if row.memory_gb else units.NA,
+                units.count(row.largest_batch),
+                estimate(row.queries_per_s),
+                hours_text(row.hours),
+                units.NA if row.usd_per_hour is None else f"{row.usd_per_hour:.2f}",
+                usd_text(row.usd),
+                clean(row.basis or "", 60),
+            )
+        )
+    after = [f"intervals 80%; prices: bundled snapshot of {SNAPSHOT_DATE}, all GPUs of the run together"]
+    if verbose:
+        after += [f"{clean(r.gpu)}: {clean(r.price_source)}" for r in projection.rows if r.price_source]
+    else:
+        sources = {clean(r.gpu): clean(r.price_source) for r in projection.rows if r.price_source}
+        after += [f"{gpu}: {source}" for gpu, source in sources.items()] if len(sources) <= 8 else [
+            "the source and date of each price: --verbose"
+        ]
+    return [
+        Section(f"The whole job: {clean(projection.job or 'unknown')}", table=tuple(rows), after=tuple(after)),
+        Section("Not known from this run", tuple(clean(r, 300) for r in reasons(projection))),
+    ]
+
+
+def _not_known(view: RunView) -> Section:
+    lines = [clean(f"{n.collector}: {n.text}", 300) for n in view.notices]
+    if view.unknown_lines:
+        lines.append(f"{view.unknown_lines} lines of kinds that this version does not know were skipped")
+    if view.malformed_lines:
+        lines.append(f"{view.malformed_lines} lines were not whole JSON and were skipped")
+    return Section("Notices", tuple(lines))

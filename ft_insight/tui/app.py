@@ -1,0 +1,189 @@
+"""The dashboard: follows one run's log and shows it, on a laptop without torch as well as on the node."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.message import Message
+from textual.theme import Theme
+from textual.widgets import ContentSwitcher
+
+from ft_insight.tui.follow import Snapshot, Unreadable, follow
+from ft_insight.tui.frame import Frame
+from ft_insight.tui.screens.help import Sheet, help_lines
+from ft_insight.tui.screens.pages import PAGES, Page
+from ft_insight.tui.widgets.chrome import HeaderBar, KeyBar
+from ft_insight.tui.widgets.notices import all_notices
+
+LINGER_S = 1.5
+"""With ``exit_when_over``, how long the last figures stay on the screen."""
+_TABS = tuple(name for name, *_ in PAGES)
+_MOVING = ("live", "silent")
+_THEME = Theme(
+    name="ft-insight",
+    primary="#6cb0f0",
+    accent="#ffa23a",
+    warning="#ffa23a",
+    error="#ffa23a",
+    success="#6fbf73",
+    foreground="#c9d3de",
+    background="#10151c",
+    surface="#10151c",
+    panel="#1a212b",
+    dark=True,
+)
+
+
+class WatchApp(App[str]):
+    """Shows the run that writes ``path``, which may be still to come; its result is an error line or None."""
+
+    CSS_PATH = "app.tcss"
+    TITLE = "ft-insight"
+    ENABLE_COMMAND_PALETTE = False
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (110, "-wide")]  # noqa: RUF012 (as in App)
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (34, "-tall")]  # noqa: RUF012 (as in App)
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", "quit", priority=True),
+        Binding("question_mark", "help", "help"),
+        Binding("n", "notices", "notices"),
+        Binding("p", "pause", "pause"),
+        Binding("s", "sort", "sort"),
+        *(Binding(str(n), f"tab('{name}')", name) for n, name in enumerate(_TABS, 1)),
+        Binding("right,tab", "turn(1)", "next", priority=True),
+        Binding("left,shift+tab", "turn(-1)", "previous", priority=True),
+    ]
+
+    class Read(Message):
+        """The follower has read something new."""
+
+        def __init__(self, news: Snapshot | Unreadable) -> None:
+            super().__init__()
+            self.news = news
+
+    def __init__(self, path: Path, *, exit_when_over: bool = False) -> None:
+        super().__init__()
+        self._path = path
+        self._exit_when_over = exit_when_over
+        self._leaving = False
+        self._stop = threading.Event()
+        self._newest: Snapshot | None = None
+        self._frame = Frame(path=path)
+        self._tab = _TABS[0]
+
+    def compose(self) -> ComposeResult:
+        """Lay out the header, the pages and the key bar."""
+        yield HeaderBar()
+        with ContentSwitcher(initial=self._tab):
+            for name, _, _, page in PAGES:
+                yield page(id=name)
+        yield KeyBar(tuple((name, label, short) for name, label, short, _ in PAGES))
+
+    def on_mount(self) -> None:
+        """Begin to follow the log."""
+        self.register_theme(_THEME)
+        self.theme = _THEME.name
+        self.animation_level = "none"
+        self._draw()
+        self.set_interval(1.0, self._tick)
+        self.run_worker(self._follow, thread=True, name="follow")
+        self.query_one(f"#{self._tab}").focus()
+
+    def on_unmount(self) -> None:
+        """Let the follower's thread end."""
+        self._stop.set()
+
+    def _follow(self) -> None:
+        follow(self._path, lambda news: self.post_message(self.Read(news)), self._stop)
+
+    def on_watch_app_read(self, message: Read) -> None:
+        """Take a snapshot in; leave if there is nothing (more) to be followed."""
+        if isinstance(message.news, Unreadable):
+            self.exit(message.news.message)
+            return
+        self._newest = message.news
+        if self._frame.paused:
+            return
+        self._take_newest()
+        self._leave_if_over()
+
+    def _take_newest(self) -> None:
+        if self._newest is None:
+            return
+        view, status = self._newest.view, self._newest.status
+        self._frame = replace(self._frame, view=view, status=status, elapsed_s=self._elapsed(self._newest))
+        self._draw()
+
+    def _elapsed(self, news: Snapshot) -> float:
+        moving = news.status.kind in _MOVING and news.view.header is not None
+        return max(news.view.elapsed_s, time.monotonic() - news.origin_s) if moving else news.view.elapsed_s
+
+    def _tick(self) -> None:
+        if self._newest is None or self._frame.paused or self._frame.status.kind not in _MOVING:
+            return
+        self._frame = replace(self._frame, elapsed_s=self._elapsed(self._newest))
+        self.screen_stack[0].query_one(HeaderBar).show(self._frame)
+
+    def _draw(self) -> None:
+        screen = self.screen_stack[0]
+        screen.query_one(HeaderBar).show(self._frame)
+        screen.query_one(KeyBar).show(self._tab, self._frame.paused)
+        screen.query_one(f"#{self._tab}", Page).show(self._frame)
+
+    def _leave_if_over(self) -> None:
+        if self._exit_when_over and not self._leaving and self._frame.status.over:
+            self._leaving = True
+            self.set_timer(LINGER_S, self._leave)
+
+    def _leave(self) -> None:
+        # a run may have been resumed, or its user may have stopped to look
+        self._leaving = False
+        if self._frame.status.over and not self._frame.paused:
+            self.exit(None)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Keep the dashboard's keys from working behind the help."""
+        return action == "quit" or not isinstance(self.screen, Sheet)
+
+    def action_tab(self, name: str) -> None:
+        """Open a tab."""
+        self._tab = name
+        self.query_one(ContentSwitcher).current = name
+        self._draw()
+        self.query_one(f"#{name}").focus()
+        self.call_after_refresh(self._draw)
+
+    def action_turn(self, by: int) -> None:
+        """Open the next tab, or the one before."""
+        self.action_tab(_TABS[(_TABS.index(self._tab) + by) % len(_TABS)])
+
+    def action_pause(self) -> None:
+        """Freeze what is shown, or catch up with the log."""
+        self._frame = replace(self._frame, paused=not self._frame.paused)
+        if not self._frame.paused:
+            self._take_newest()
+            self._leave_if_over()
+        self._draw()
+
+    def action_sort(self) -> None:
+        """Sort the layers of experts by imbalance, or back into their order."""
+        self._frame = replace(self._frame, by_imbalance=not self._frame.by_imbalance)
+        self._draw()
+
+    def action_help(self) -> None:
+        """Show the help."""
+        self.push_screen(Sheet(help_lines()))
+
+    def action_notices(self) -> None:
+        """Show all notices in full."""
+        self.push_screen(Sheet(all_notices(self._frame, min(70, self.size.width - 6))))
+
+
+def watch(path: Path, *, exit_when_over: bool = False) -> str | None:
+    """Run the dashboard until it is left, and return a line to print then: an error, or None."""
+    return WatchApp(path, exit_when_over=exit_when_over).run()

@@ -1,0 +1,86 @@
+"""The pages behind the tabs: which drawings stand where. How they are laid out is in ``app.tcss``."""
+
+from __future__ import annotations
+
+from textual.app import ComposeResult
+from textual.containers import Container, VerticalScroll
+
+from ft_insight.tui.frame import Frame
+from ft_insight.tui.widgets import costs, experts, gpus, notices, steps, work
+from ft_insight.tui.widgets.panel import Panel
+
+
+class Page(VerticalScroll):
+    """A page of panels; only the one that is seen is drawn."""
+
+    def show(self, frame: Frame) -> None:
+        """Draw another moment in all panels."""
+        for panel in self.query(Panel):
+            panel.show(frame)
+
+
+class Overview(Page):
+    """The answer first: the step, the work it does, the machine, the experts, and what to know."""
+
+    def compose(self) -> ComposeResult:
+        """Lay out the panels; pairs stand side by side on wide screens."""
+        with Container(classes="body"):
+            yield from self._panels()
+
+    def _panels(self) -> ComposeResult:
+        yield Panel(steps.step_lines, steps.step_title, tall=True)
+        with Container(classes="pair work"):
+            yield Panel(work.throughput_lines, "throughput")
+            yield Panel(work.loss_lines, "loss")
+        with Container(classes="pair machine"):
+            yield Panel(gpus.overview_lines, gpus.gpu_title, classes="gpu")
+            yield Panel(experts.overview_lines, experts.expert_title)
+        yield Panel(notices.notice_lines, notices.notice_title, classes="notices", tall=True)
+
+
+class TimePage(Page):
+    """The ledger of time, inside and outside of steps."""
+
+    def compose(self) -> ComposeResult:
+        """Lay out both tables and the curve."""
+        with Container(classes="pair tables"):
+            yield Panel(steps.phase_table, steps.clock_title, classes="wider", tall=True)
+            yield Panel(steps.outside_table, steps.outside_title, tall=True)
+        yield Panel(steps.step_curve, steps.curve_title, classes="curve")
+
+
+class ExpertsPage(Page):
+    """Every layer's experts."""
+
+    def compose(self) -> ComposeResult:
+        """Lay out the heat map."""
+        yield Panel(experts.heat_lines, experts.heat_title, tall=True)
+
+
+class GpuPage(Page):
+    """The GPUs over time, and all memory figures."""
+
+    def compose(self) -> ComposeResult:
+        """Lay out the figures and the curves."""
+        yield Panel(gpus.memory_table, "memory", tall=True)
+        yield Panel(gpus.gpu_lines, gpus.gpu_title, tall=True)
+
+
+class CostPage(Page):
+    """Dollars: of this run, of the whole job, and the model behind them."""
+
+    def compose(self) -> ComposeResult:
+        """Lay out the three."""
+        yield Panel(costs.run_lines, "this run", tall=True)
+        yield Panel(costs.projection_lines, costs.projection_title, tall=True)
+        yield Panel(costs.fit_lines, costs.fit_title, classes="curve fit")
+
+
+PAGES: tuple[tuple[str, str, str, type[Page]], ...] = (
+    ("overview", "Overview", "Overview", Overview),
+    ("time", "Time", "Time", TimePage),
+    ("experts", "Experts", "Experts", ExpertsPage),
+    ("gpu", "GPU & memory", "GPU", GpuPage),
+    ("cost", "Cost", "Cost", CostPage),
+)
+"""Name, label, short label and class of every page, in the order of their keys."""

@@ -1,0 +1,207 @@
+"""Cost: what the run costs here, what the whole job would cost elsewhere, and the fit that this rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich.text import Text
+
+from ft_insight import units
+from ft_insight.records import Fit, ProjectionRow
+from ft_insight.tui.frame import Frame
+from ft_insight.tui.widgets.plots import Axis, Layer, chart, tick
+from ft_insight.tui.widgets.text import (
+    CURVE,
+    QUIET,
+    STRONG,
+    Cell,
+    clean,
+    cut,
+    figure,
+    joined,
+    table,
+    words,
+    wrap,
+)
+
+LATER = "comes at the end of the run; or: ft-insight project RUN"
+Triple = tuple[float, float, float]
+
+
+def run_lines(frame: Frame, width: int, height: int) -> list[Text]:
+    """Draw the dollars of this run, at the price that its user stated."""
+    view = frame.view
+    price = view.header.price_usd_per_hour if view.header else None
+    lines = [
+        joined(
+            [
+                words(("so far ", ""), figure(units.money(view.usd_so_far))),
+                words(
+                    ("at its end ", ""),
+                    figure(units.money(view.usd_so_far if frame.status.over else view.usd_at_end)),
+                ),
+                words(("price ", ""), figure(units.money(price)), " per hour" if price is not None else ""),
+            ]
+        )
+    ]
+    if price is None and view.header is not None:
+        lines += wrap(f"{units.NA}: the price of this machine was not stated", width, QUIET)
+    return lines
+
+
+def projection_title(frame: Frame) -> Text:
+    """Head the table with the job that it is of."""
+    job = frame.view.projection
+    if job is None:
+        return Text("the whole job")
+    size = f"{units.count(job.queries)} rows x {units.NA if job.epochs is None else tick(job.epochs)} epochs"
+    return words(("the whole job", ""), f" · {clean(job.job, 60) if job.job else size}")
+
+
+def projection_lines(frame: Frame, width: int, height: int) -> list[Text]:
+    """Draw time and dollars of the whole job on every GPU, each estimate with its interval."""
+    job = frame.view.projection
+    if job is None:
+        return [Text(LATER, QUIET)]
+    wide = width >= 104
+    body = _wide(job.rows, width) if wide else _narrow(job.rows)
+    lines = [cut(line, width) for line in body]
+    for row in job.rows:
+        for name, why in row.unknown.items():
+            text = f"{clean(row.gpu, 24)} {clean(name, 24)} {units.NA}: {clean(why)}"
+            lines += wrap(text, width, QUIET, most=2, indent=2)
+    return [*lines, Text("[ ] 80% interval · ◂ this run's GPU", QUIET)]
+
+
+def _wide(rows: tuple[ProjectionRow, ...], width: int) -> list[Text]:
+    cells: list[list[Cell]] = [
+        ["GPU", "memory", "batch", "queries/s", "", "time", "", "$/h", "dollars", "", "price"]
+    ]
+    for row in rows:
+        estimates = [*_both(row.queries_per_s, units.significant), *_time(row.hours)]
+        dollars = [_price(row), *_both(row.usd, units.money), clean(row.price_source or units.NA, 28)]
+        cells += [[_name(row), _memory(row), _batch(row), *estimates, *dollars]]
+    return table(cells, "<>>><><>><<", gap=1 if width < 120 else 2)
+
+
+def _narrow(rows: tuple[ProjectionRow, ...]) -> list[Text]:
+    cells: list[list[Cell]] = [["GPU", "queries/s", "", "time", "", "dollars", ""]]
+    more: list[list[Cell]] = []
+    for row in rows:
+        cells.append(
+            [
+                _name(row),
+                *_both(row.queries_per_s, units.significant),
+                *_time(row.hours),
+                *_both(row.usd, units.money),
+            ]
+        )
+        more.append(
+            [_name(row), _memory(row), _batch(row), _price(row), clean(row.price_source or units.NA, 30)]
+        )
+    facts: list[list[Cell]] = [["GPU", "memory", "batch", "$/h", "price"], *more]
+    return [*table(cells, "<><><><", gap=1), Text(), *table(facts, "<>>><")]
+
+
+def _name(row: ProjectionRow) -> Text:
+    return words((clean(row.gpu, 22), STRONG if row.here else ""), (" ◂" if row.here else "", CURVE))
+
+
+def _memory(row: ProjectionRow) -> Text:
+    return figure(units.NA if row.memory_gb is None else f"{tick(row.memory_gb)} GB", "")
+
+
+def _batch(row: ProjectionRow) -> Text:
+    return figure(units.count(row.largest_batch), "")
+
+
+def _price(row: ProjectionRow) -> Text:
+    return figure(units.money(row.usd_per_hour), "")
+
+
+def _both(triple: Triple | None, text: Callable[[float], str]) -> list[Cell]:
+    if triple is None:
+        return [figure(units.NA), ""]
+    value, low, high = triple
+    return [figure(text(value)), units.interval(low, high) if low < high else "measured"]
+
+
+def _time(triple: Triple | None) -> list[Cell]:
+    cells = _both(triple, units.hours)
+    if triple is not None and triple[1] < triple[2] and not 1 <= triple[0] < 240:
+        cells[1] = f"[{units.hours(triple[1])}-{units.hours(triple[2])}]"
+    return cells
+
+
+def fit_lines(frame: Frame, width: int, height: int) -> list[Text]:
+    """Draw the step-time model with its intervals, and the micro-batches that it was fitted to."""
+    fit = frame.view.fit
+    lines = [Text(LATER, QUIET)] if fit is None else _fit_facts(fit, width)
+    points = tuple(
+        (float(m.slots), m.compute_s)
+        for m in frame.view.micro
+        if m.slots is not None and m.compute_s is not None
+    )
+    if len(points) < 3 or width < 24:
+        return lines
+    layers = [Layer(points, "#33659a", joined=False)]
+    if fit is not None and fit.identifiable:
+        layers.append(Layer(_model(fit, max(x for x, _ in points)), "#e3e8ee"))
+    axes = Axis(lambda s: f"{tick(s)} s", low=0.0), Axis(lambda n: f"{units.count(n)} slots", low=0.0)
+    return [*lines, *chart(layers, width, max(7, height - len(lines)), *axes)]
+
+
+def fit_title(frame: Frame) -> Text:
+    """Head the model."""
+    line = frame.view.fit is not None and frame.view.fit.identifiable
+    drawn = (("  ━", "#e3e8ee"), " fit") if line else ()
+    return words(("seconds of a micro-batch, by its slots", ""), *drawn)
+
+
+def _fit_facts(fit: Fit, width: int) -> list[Text]:
+    if not fit.identifiable:
+        return wrap(f"{units.NA}: {clean(fit.reason or 'the run does not identify the model')}", width, QUIET)
+    number = units.NA if fit.exponent is None else tick(fit.exponent)
+    spread = units.NA
+    if fit.slots_range is not None:
+        spread = f"{units.count(fit.slots_range[0])}-{units.count(fit.slots_range[1])}"
+    return [
+        cut(line, width)
+        for line in (
+            words(
+                ("seconds = (fixed", ""),
+                "^n",
+                (" + (per slot x slots)", ""),
+                "^n",
+                (")", ""),
+                "^1/n  ",
+                "n ",
+                figure(number),
+            ),
+            joined(
+                [
+                    words("fixed ", figure(units.duration(fit.fixed_s)), _within(fit.fixed_interval_s)),
+                    words(
+                        "per slot ", figure(units.duration(fit.per_slot_s)), _within(fit.per_slot_interval_s)
+                    ),
+                ]
+            ),
+            joined(
+                [
+                    words("rest of a step ", figure(units.duration(fit.rest_s))),
+                    words(f"{units.count(fit.points)} micro-batches of {spread} slots"),
+                    words("median error ", figure(units.share(fit.error))),
+                ]
+            ),
+        )
+    ]
+
+
+def _within(ends: tuple[float, float] | None) -> str:
+    return f" [{units.duration(ends[0])}-{units.duration(ends[1])}]" if ends else ""
+
+
+def _model(fit: Fit, most: float) -> tuple[tuple[float, float], ...]:
+    fixed, slope, n = fit.fixed_s or 0.0, fit.per_slot_s or 0.0, fit.exponent or 1.0
+    steps = [most * i / 80 for i in range(81)]
+    return tuple((x, (fixed**n + (slope * x) ** n) ** (1 / n)) for x in steps)

@@ -1,0 +1,301 @@
+"""GPUs and memory: short rows for the overview, curves for their own page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich.text import Text
+
+from ft_insight import units
+from ft_insight.records import Device
+from ft_insight.run import GpuView, Points, RunView
+from ft_insight.tui.frame import Frame
+from ft_insight.tui.widgets.plots import Axis, bar, chart, spark, tick, trend
+from ft_insight.tui.widgets.text import (
+    ATTENTION,
+    CURVE,
+    QUIET,
+    STRONG,
+    Cell,
+    beside,
+    clean,
+    cut,
+    figure,
+    flow,
+    joined,
+    table,
+    words,
+    wrap,
+)
+
+FULL = 0.95
+"""Memory fuller than this asks for attention: the next long batch may not fit."""
+HOT_C = 85.0
+
+
+def overview_lines(frame: Frame, width: int, height: int) -> list[Text]:
+    """Draw utilisation, memory, power and temperature of each GPU, or why there is none of that."""
+    view = frame.view
+    if not view.gpus:
+        return _without_gpu(frame, width, height)
+    if height >= 7 * len(view.gpus):
+        return _roomy(view, width, height)
+    if height > len(view.gpus) > 2:
+        return [*_table(view), cut(joined(_allocator(view)), width)][:height]
+    each = 2 if len(view.gpus) * 2 <= height else 1
+    shown = len(view.gpus) if len(view.gpus) * each <= height else max(1, (height - 1) // each)
+    lines = [line for n, gpu in enumerate(view.gpus[:shown]) for line in _rows(view, gpu, n, width)[:each]]
+    if shown < len(view.gpus):
+        return [*lines, Text(f"{len(view.gpus) - shown} more: tab 4", QUIET)]
+    return [*lines, cut(joined(_allocator(view)), width)][:height]
+
+
+def _table(view: RunView) -> list[Text]:
+    rows: list[list[Cell]] = [["GPU", "util", "SM", "memory", "power", ""]]
+    for number, gpu in enumerate(view.gpus):
+        now = gpu.latest
+        part = _part(now.memory_used_bytes, now.memory_total_bytes)
+        used = figure(units.size(now.memory_used_bytes), ATTENTION if part and part >= FULL else STRONG)
+        shares = [figure(_percent(now.gpu_percent)), figure(_percent(now.sm_percent))]
+        memory = words(used, f" of {units.size(now.memory_total_bytes)}")
+        rows.append([str(number), *shares, memory, _watts(gpu, ""), _celsius(now.temperature_c)])
+    return table(rows, ">>>>>>")
+
+
+def _roomy(view: RunView, width: int, height: int) -> list[Text]:
+    """Give each GPU a block of figures with bars, and what is left of the height to its utilisation."""
+    lines: list[Text] = []
+    below = flow(_allocator(view), width)
+    spare = (height - len(below)) // len(view.gpus) - 5
+    for number, gpu in enumerate(view.gpus):
+        now = gpu.latest
+        lines += [joined([_called(view, gpu, number, 40), _celsius(now.temperature_c)]), *_block(gpu, width)]
+        if spare >= 4 and gpu.gpu_percent:
+            lines += chart(
+                trend(gpu.gpu_percent), width, min(spare, 12), _axis("%", 100.0), Axis(units.clock)
+            )
+    return [*lines, *below]
+
+
+def _block(gpu: GpuView, width: int) -> list[Text]:
+    now = gpu.latest
+    part = _part(now.memory_used_bytes, now.memory_total_bytes)
+    limit = now.power_limit_w
+    percents = ((now.gpu_percent, "util"), (now.sm_percent, "SM"))
+    rows: list[tuple[Text, Text, float | None, str]] = [
+        (Text(name), figure(_percent(value)), None if value is None else value / 100, CURVE)
+        for value, name in percents
+    ]
+    rows.append((Text("memory"), _used(gpu), part, _full_colour(part)))
+    watts = now.power_w
+    rows.append(
+        (Text("power"), _watts(gpu, ""), watts / limit if watts is not None and limit else None, CURVE)
+    )
+    figures = table([row[:2] for row in rows], "<<")
+    room = min(60, width - max(line.cell_len for line in figures) - 2)
+    return [
+        words(line, "  ", bar(row[2], room, row[3])) if row[2] is not None and room > 5 else line
+        for line, row in zip(figures, rows, strict=True)
+    ]
+
+
+def _called(view: RunView, gpu: GpuView, number: int, most: int) -> Text:
+    return words((f"GPU {number} ", ""), clean(gpu_name(view, gpu), most))
+
+
+def _used(gpu: GpuView) -> Text:
+    return words(_size(gpu.latest.memory_used_bytes), f" of {units.size(gpu.latest.memory_total_bytes)}")
+
+
+def _full_colour(part: float | None) -> str:
+    return ATTENTION if part is not None and part >= FULL else CURVE
+
+
+def gpu_title(frame: Frame) -> Text:
+    """Head the panel."""
+    count = len(frame.view.gpus)
+    return words(("GPU and memory", ""), f" · {count} GPUs" if count > 1 else "")
+
+
+def _rows(view: RunView, gpu: GpuView, number: int, width: int) -> list[Text]:
+    now = gpu.latest
+    figures = [
+        words(("util ", ""), figure(_percent(now.gpu_percent))),
+        words(("SM ", ""), figure(_percent(now.sm_percent))),
+        _watts(gpu),
+        _celsius(now.temperature_c),
+    ]
+    spare = width - joined([Text(f"GPU {number}"), *figures]).cell_len - 1
+    facts = joined([_called(view, gpu, number, max(0, min(22, spare))), *figures])
+    room = width - facts.cell_len - 2
+    if room >= 8:
+        facts = words(facts, "  ", spark(gpu.gpu_percent, min(room, 40), high=100.0))
+    part = _part(now.memory_used_bytes, now.memory_total_bytes)
+    used = words(("memory ", ""), _used(gpu), "  ")
+    room = min(width - used.cell_len - 5, 60)
+    if part is not None and room > 5:
+        style = _full_colour(part)
+        used = words(
+            used, bar(part, room, style), (f" {units.share(part)}", style if part >= FULL else QUIET)
+        )
+    return [facts, used]
+
+
+def _without_gpu(frame: Frame, width: int, height: int) -> list[Text]:
+    if frame.waiting:
+        return [Text("nothing yet", QUIET)]
+    memory = frame.view.memory
+    rss = memory.rss_bytes if memory else None
+    lines = [words(("memory of the process ", ""), figure(units.size(rss)), " RSS")]
+    if memory and memory.allocated_bytes is not None:
+        lines.append(joined(_allocator(frame.view)[:2]))
+    why = no_gpu_reason(frame.view)
+    return lines + wrap(f"no GPU statistics: {why}", width, QUIET, most=max(1, height - len(lines)))
+
+
+def no_gpu_reason(view: RunView) -> str:
+    """Say why there are no GPU statistics: the collector's own words, or the lack of a GPU."""
+    reasons = _reasons(view)
+    if reasons:
+        return reasons[0]
+    devices = view.header.devices if view.header else ()
+    if devices and all(d.kind != "cuda" for d in devices):
+        kinds = ", ".join(sorted({clean(d.kind, 12) for d in devices}))
+        return f"the run computes on: {kinds}"
+    return "none in the log yet"
+
+
+def _reasons(view: RunView) -> list[str]:
+    told = [n for n in view.notices if any(w in n.collector.lower() for w in ("gpu", "nvml"))]
+    return [clean(n.text) for n in sorted(told, key=lambda n: not n.off)]
+
+
+def _allocator(view: RunView) -> list[Text]:
+    memory = view.memory
+    facts = (
+        ("torch peak ", memory.peak_allocated_bytes if memory else None),
+        ("reserved ", memory.reserved_bytes if memory else None),
+        ("process RSS ", memory.rss_bytes if memory else None),
+    )
+    return [words((name, ""), _size(value)) for name, value in facts]
+
+
+def gpu_name(view: RunView, gpu: GpuView) -> str:
+    """Return the name of a GPU, from the header's device of the same identity."""
+    device = _device(view, gpu)
+    return device.name if device else ""
+
+
+def _device(view: RunView, gpu: GpuView) -> Device | None:
+    devices = view.header.devices if view.header else ()
+    return next((d for d in devices if d.uuid == gpu.latest.uuid), None)
+
+
+# the page
+
+
+def memory_table(frame: Frame, width: int, height: int) -> list[Text]:
+    """Draw every memory figure of the process."""
+    memory = frame.view.memory
+    names = (
+        ("torch allocated", "allocated_bytes"),
+        ("torch reserved", "reserved_bytes"),
+        ("torch peak allocated", "peak_allocated_bytes"),
+        ("torch peak reserved", "peak_reserved_bytes"),
+        ("process RSS on the host", "rss_bytes"),
+    )
+    cells: list[list[Cell]] = [
+        [label, _size(getattr(memory, name) if memory else None)] for label, name in names
+    ]
+    return table(cells, "<>") if width < 70 or height < 1 else _two_columns(cells)
+
+
+def _two_columns(cells: list[list[Cell]]) -> list[Text]:
+    half = -(-len(cells) // 2)
+    left = table(cells[:half], "<>")
+    return beside(left, table(cells[half:], "<>"), left[0].cell_len, 6)
+
+
+def gpu_lines(frame: Frame, width: int, height: int) -> list[Text]:
+    """Draw the curves of every GPU over the time of the run."""
+    view = frame.view
+    if not view.gpus:
+        return wrap(f"no GPU statistics: {no_gpu_reason(view)}", width, QUIET) if not frame.waiting else []
+    across = 2 if width >= 96 else 1
+    lines: list[Text] = []
+    for number, gpu in enumerate(view.gpus):
+        lines += [_heading(view, gpu, number, width), *_plots(gpu, width, height - 9, across)]
+    for reason in _reasons(view):
+        lines += wrap(reason, width, QUIET)
+    return lines
+
+
+def _heading(view: RunView, gpu: GpuView, number: int, width: int) -> Text:
+    now = gpu.latest
+    facts = [
+        words((f"GPU {number}", STRONG), f" {clean(gpu_name(view, gpu), 40)}"),
+        words("DRAM ", figure(_percent(now.dram_percent))),
+        words("memory controller ", figure(_percent(now.memory_controller_percent))),
+        words("this process ", _size(now.process_memory_bytes)),
+        words("SM clock ", figure(f"{units.count(now.sm_clock_mhz)} MHz" if now.sm_clock_mhz else units.NA)),
+        _celsius(now.temperature_c),
+    ]
+    return cut(joined(facts), width)
+
+
+def _plots(gpu: GpuView, width: int, height: int, across: int) -> list[Text]:
+    now = gpu.latest
+    total = now.memory_total_bytes / units.GIB if now.memory_total_bytes else None
+    gib = tuple((x, y / units.GIB) for x, y in gpu.memory_used_bytes)
+    of = f" of {units.size(now.memory_total_bytes)}"
+    limit = now.power_limit_w
+    wanted: list[tuple[Text, Points, Axis]] = [
+        (words(("utilisation ", ""), figure(_percent(now.gpu_percent))), gpu.gpu_percent, _axis("%", 100.0)),
+        (words(("SM active ", ""), figure(_percent(now.sm_percent))), gpu.sm_percent, _axis("%", 100.0)),
+        (words(("memory ", ""), _size(now.memory_used_bytes), of), gib, _axis(" GiB", total)),
+        (words(("power ", ""), _watts(gpu, "")), gpu.power_w, _axis(" W", limit)),
+    ]
+    shown = [w for w in wanted if w[1]]
+    missing = [w[0] for w in wanted if not w[1]]
+    column = (width - 3 * (across - 1)) // across
+    rows = max(1, -(-len(shown) // across))
+    tall = max(5, height // rows)
+    blocks = [
+        [head, *chart(trend(points), column, tall - 1, axis, Axis(units.clock))]
+        for head, points, axis in shown
+    ]
+    lines = [joined(missing)] if missing else []
+    for i in range(0, len(blocks), across):
+        pair = blocks[i : i + across]
+        lines += beside(pair[0], pair[1], column, 3) if len(pair) == 2 else pair[0]
+    return lines
+
+
+def _axis(unit: str, high: float | None) -> Axis:
+    text: Callable[[float], str] = lambda v: f"{tick(v)}{unit}"  # noqa: E731
+    return Axis(text, low=0.0, high=high)
+
+
+def _percent(value: float | None) -> str:
+    return units.NA if value is None else units.share(value / 100)
+
+
+def _size(value: float | None) -> Text:
+    return figure(units.size(value))
+
+
+def _part(used: int | None, total: int | None) -> float | None:
+    return used / total if used is not None and total else None
+
+
+def _watts(gpu: GpuView, unknown: str = "power ") -> Text:
+    watts, limit = gpu.latest.power_w, gpu.latest.power_limit_w
+    if watts is None:
+        return words((unknown, ""), figure(units.NA))
+    return words((units.count(watts), STRONG), f" of {units.count(limit)} W" if limit else " W")
+
+
+def _celsius(value: float | None) -> Text:
+    if value is None:
+        return Text()
+    return Text(f"{units.count(value)} °C", ATTENTION if value >= HOT_C else STRONG)

@@ -1,0 +1,114 @@
+"""Findings: what limits this run, the evidence, the next step, and what it is worth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ft_insight import units
+from ft_insight.run import RunView, Share
+
+PADDING = 0.15
+DATA_WAIT = 0.05
+OVERLOAD = 2.0
+"""Busiest expert's load over the mean from which on it is worth a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that a reader should know first: ``evidence`` is measured, ``step`` is what to do."""
+
+    topic: str
+    evidence: str
+    step: str | None = None
+    worth: str | None = None
+
+    @property
+    def text(self) -> str:
+        """One line: evidence, step, worth."""
+        return " · ".join(part for part in (self.evidence, self.step, self.worth) if part)
+
+
+def findings(view: RunView) -> tuple[Finding, ...]:
+    """Return what stands out in a run, the costliest first."""
+    found = [_data(view), _padding(view), _experts(view), _nonfinite(view), _skipped(view)]
+    return tuple(f for f in found if f is not None)
+
+
+def phase(view: RunView, name: str) -> Share | None:
+    """Return one phase of the step ledger."""
+    return next((p for p in view.phases if p.name == name), None)
+
+
+def _data(view: RunView) -> Finding | None:
+    wait = phase(view, "data_wait")
+    if wait is None or wait.share < DATA_WAIT:
+        return None
+    return Finding(
+        "data",
+        f"{units.share(wait.share)} of step time waits for data",
+        "dataloader_num_workers=2 or more, or tokenise beforehand",
+        f"saves up to {units.share(wait.share)}",
+    )
+
+
+def _padding(view: RunView) -> Finding | None:
+    padding = view.totals.padding_share
+    if padding is None or padding < PADDING:
+        return None
+    return Finding(
+        "padding",
+        f"padding fills {units.share(padding)} of the slots",
+        'batch rows of like length (train_sampling_strategy="group_by_length"), or padding_free=True',
+        _padding_worth(view, padding),
+    )
+
+
+def _padding_worth(view: RunView, padding: float) -> str | None:
+    """What all padding takes, by the fitted step time: an upper bound of what grouping saves."""
+    fit = view.fit
+    if fit is None or not fit.identifiable or fit.fixed_s is None or fit.per_slot_s is None or not fit.exponent:
+        return None
+    slots = [m.slots for m in view.micro if m.slots]
+    if not slots or not view.phases:
+        return None
+    mean = sum(slots) / len(slots)
+    n = fit.exponent
+
+    def seconds(x: float) -> float:
+        return float(((fit.fixed_s or 0.0) ** n + ((fit.per_slot_s or 0.0) * x) ** n) ** (1 / n))
+
+    share = 1 - seconds(mean * (1 - padding)) / seconds(mean)
+    computing = sum(p.share for p in view.phases if p.name in ("forward", "loss", "backward"))
+    here = next((row for row in view.projection.rows if row.here), None) if view.projection else None
+    saved = share * computing
+    if here is not None and here.usd is not None:
+        return f"saves up to {units.share(saved)}, {units.money(here.usd[0] * saved)} of {units.money(here.usd[0])}"
+    return f"saves up to {units.share(saved)} of the time (estimate)"
+
+
+def _experts(view: RunView) -> Finding | None:
+    if not view.experts:
+        return None
+    dead = [load for load in view.experts if load.dead]
+    worst = max(view.experts, key=lambda load: load.max_over_mean)
+    if worst.max_over_mean < OVERLOAD and not dead:
+        return None
+    name = worst.layer
+    evidence = (
+        f"{name}: expert {worst.worst} takes {units.share(max(worst.shares))} of tokens (even: {units.share(worst.ideal)})"
+    )
+    if dead:
+        evidence += f"; {sum(len(load.dead) for load in dead)} experts got no token"
+    return Finding("experts", evidence)
+
+
+def _nonfinite(view: RunView) -> Finding | None:
+    if not view.nonfinite:
+        return None
+    return Finding("loss", f"{', '.join(view.nonfinite)} is NaN or infinite", "lower the learning rate, or look at the data")
+
+
+def _skipped(view: RunView) -> Finding | None:
+    if not view.skipped_steps:
+        return None
+    return Finding("scaler", f"the gradient scaler skipped the optimizer in {view.skipped_steps} of {view.totals.steps} steps")
