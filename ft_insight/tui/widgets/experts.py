@@ -32,16 +32,9 @@ from ft_insight.tui.widgets.text import (
 UNEVEN = 2.0
 """An expert with more than so many times its even share asks for attention."""
 _RAMP = (
-    "#171d26",
-    "#1f3144",
-    "#294763",
-    "#356086",
-    "#3f79ac",
-    "#6d7a86",
-    "#96785a",
-    "#c0813f",
-    "#e8922f",
-    "#ffa23a",
+    *("#12161d", "#151e29", "#1a2a3b", "#20374f", "#274663"),
+    "#2f5577",  # the even share, give or take a tenth
+    *("#5b5f68", "#86694f", "#ae7840", "#d68a36", "#ffa23a"),
 )
 
 
@@ -217,7 +210,7 @@ def heat_lines(frame: Frame, width: int, height: int) -> list[Text]:
     left = table(rows, "<>>>>")
     most = max(len(load.counts) for load in view.experts)
     room = max(8, width - left[0].cell_len - 3)
-    cell = min(6, room // most) if most <= room else 1
+    cell = min(9, room // most) if most <= room else 1
     cells = [_cells_head(most, cell, room)]
     cells += [_cells(view.experts[i], cell, room) for i in order]
     return [_facts(view, width), _scale(most, room), Text(), *beside(left, cells, left[0].cell_len, 3)]

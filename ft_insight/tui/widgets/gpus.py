@@ -69,8 +69,11 @@ def _roomy(view: RunView, width: int, height: int) -> list[Text]:
     spare = (height - len(below)) // len(view.gpus) - 5
     for number, gpu in enumerate(view.gpus):
         now = gpu.latest
-        lines += [joined([_called(view, gpu, number, 40), _celsius(now.temperature_c)]), *_block(gpu, width)]
-        if spare >= 4 and gpu.gpu_percent:
+        drawn = spare >= 4 and bool(gpu.gpu_percent)
+        key = words(("━ ", CURVE), "util over time") if drawn else Text()
+        lines.append(joined([_called(view, gpu, number, 30), _celsius(now.temperature_c), key]))
+        lines += _block(gpu, width)
+        if drawn:
             lines += chart(
                 trend(gpu.gpu_percent), width, min(spare, 12), _axis("%", 100.0), Axis(units.clock)
             )
@@ -255,16 +258,14 @@ def _plots(gpu: GpuView, width: int, height: int, across: int) -> list[Text]:
         (words(("memory ", ""), _size(now.memory_used_bytes), of), gib, _axis(" GiB", total)),
         (words(("power ", ""), _watts(gpu, "")), gpu.power_w, _axis(" W", limit)),
     ]
-    shown = [w for w in wanted if w[1]]
-    missing = [w[0] for w in wanted if not w[1]]
     column = (width - 3 * (across - 1)) // across
-    rows = max(1, -(-len(shown) // across))
-    tall = max(5, height // rows)
+    drawn = [w for w in wanted if w[1] or across > 1]
+    tall = max(6, height // max(1, -(-len(drawn) // across)))
     blocks = [
         [head, *chart(trend(points), column, tall - 1, axis, Axis(units.clock))]
-        for head, points, axis in shown
+        for head, points, axis in drawn
     ]
-    lines = [joined(missing)] if missing else []
+    lines = [head for head, points, _ in wanted if not points and across == 1]
     for i in range(0, len(blocks), across):
         pair = blocks[i : i + across]
         lines += beside(pair[0], pair[1], column, 3) if len(pair) == 2 else pair[0]

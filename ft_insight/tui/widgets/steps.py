@@ -112,7 +112,7 @@ def phase_table(frame: Frame, width: int, height: int) -> list[Text]:
     recent = {s.name: s for s in view.recent_phases}
     steps, late = view.totals.steps, min(RECENT_STEPS, view.totals.steps)
     rows: list[list[Cell]] = [["phase", "s/step", "share", f"last {late}", "share", ""]]
-    room = max(0, width - 50)
+    room = max(0, width - 46)
     for part in view.phases:
         now = recent.get(part.name)
         rows.append(
@@ -139,18 +139,19 @@ def _recent_step(frame: Frame, late: int) -> str:
 def outside_table(frame: Frame, width: int, height: int) -> list[Text]:
     """Draw what the time outside of steps went to, and how well the ledger adds up."""
     view = frame.view
-    rows: list[list[Cell]] = [["outside of steps", "total", "of elapsed"]]
+    rows: list[list[Cell]] = [["what", "total", "of elapsed"]]
     rows += [
-        [clean(p.name, 24), figure(units.duration(p.seconds)), units.share(p.share)] for p in view.outside
+        [Text(clean(p.name, 24)), figure(units.duration(p.seconds)), units.share(p.share)]
+        for p in view.outside
     ]
     if not view.outside:
         rows.append(["nothing so far", "", ""])
     left = view.unaccounted_s if not frame.waiting else None
     share = left / view.clock_s if left is not None and view.clock_s else None
-    rows.append(["unaccounted", figure(units.duration(left)), units.share(share)])
+    rows.append([Text("unaccounted"), figure(units.duration(left)), units.share(share)])
     checks = [
-        words("ledger gap ", figure(units.share(view.ledger_gap))),
-        words("ft-insight itself ", figure(units.share(view.self_share))),
+        words(("ledger gap ", ""), figure(units.share(view.ledger_gap))),
+        words(("ft-insight itself ", ""), figure(units.share(view.self_share))),
     ]
     return [*table(rows, "<>>"), cut(joined(checks), width)]
 

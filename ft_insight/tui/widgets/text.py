@@ -105,6 +105,7 @@ def table(rows: Sequence[Sequence[Cell]], align: str, gap: int = 2) -> list[Text
             space = " " * (widths[i] - cell.cell_len)
             line.append(" " * gap if i else "")
             line.append_text(Text(space) + cell if align[i] == ">" else cell + Text(space))
+        line.rstrip()
         lines.append(line)
     return lines
 
