@@ -86,6 +86,7 @@ class Patch:
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             return (watched if state["active"] else original)(*args, **kwargs)
 
+        stand_in.__ft_insight__ = True  # type: ignore[attr-defined]
         self._owner = weakref.ref(owner)
         self._name = name
         self._state = state

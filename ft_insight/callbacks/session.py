@@ -60,7 +60,7 @@ class Session:
         self._seams = seams.Seams()
         self._shapes: list[Shape] = []
         self._spent_s = 0.0
-        self._evaluating = 0
+        self._outside: list[str] = []
         self._routers: RouterCounter | None = None
         self._experts_at_s = 0.0
         self._expert_flushes: list[Flush] = []
@@ -243,7 +243,7 @@ class Session:
         """The root of the model is called."""
         grad = torch.is_grad_enabled()
         training = self.ledger.in_step and module.training and grad
-        mode = "train" if training else "evaluation" if self._evaluating and not module.training else None
+        mode = "train" if training else "evaluation" if "evaluation" in self._outside and not module.training else None
         if self._routers is not None:
             self.guard.run("experts", self._routers.begin_forward, mode, arguments.get("attention_mask"))
         self._in_forward = training
@@ -284,17 +284,16 @@ class Session:
 
     def outside_begins(self, kind: str) -> bool:
         """An evaluation, a save or logging begins; False if it is part of another one."""
-        if self.ledger.in_step or self._evaluating:
-            self._evaluating += kind == "evaluation" and not self.ledger.in_step
+        self._outside.append(kind)
+        if self.ledger.in_step or len(self._outside) > 1:
             return False
-        self._evaluating += kind == "evaluation"
         self.ledger.enter(kind)
         return True
 
     def outside_ends(self, kind: str, outermost: bool, step: int) -> None:
         """It ended."""
-        if kind == "evaluation" and self._evaluating:
-            self._evaluating -= 1
+        if kind in self._outside:
+            self._outside.remove(kind)
         if not outermost:
             return
         end = self.ledger.leave()
@@ -308,7 +307,7 @@ class Session:
         """The trainer is about to tell all callbacks of an event; False if their time is part of something else."""
         if name == "on_step_end":
             self.step_ended(state)
-        if self._evaluating:
+        if self._outside:
             return False
         self.ledger.enter("callbacks")
         return True
