@@ -164,7 +164,7 @@ def _refusal(name: str) -> str:
     shown = name if len(name) <= _SHOWN_NAME_CHARS else name[:_SHOWN_NAME_CHARS] + "..."
     near = _suggestions(name)
     hint = f"did you mean {', '.join(near)}? " if near else ""
-    return f"unknown GPU {shown!r}: {hint}ft_insight.catalog.load_gpus() lists all {len(load_gpus())}"
+    return f"unknown GPU {shown!r}: {hint}`ft-insight project --gpu all` shows all {len(load_gpus())}"
 
 
 def _suggestions(name: str) -> list[str]:

@@ -53,10 +53,10 @@ class Price(msgspec.Struct, frozen=True):
 
 
 class PriceQuote(msgspec.Struct, frozen=True):
-    """The on-demand price to assume for one GPU, with the range of all the sound offers behind it.
+    """The on-demand price to assume for one GPU, with the range of the providers' offers behind it.
 
     All in US dollars per GPU-hour. `usd_per_hour` is that of `offer`, an actual offer; `low` and `high` are
-    the cheapest and dearest of the `offers` counted; `as_of` is the date of `offer` in the snapshot's own
+    the cheapest and dearest of the `providers` counted; `as_of` is the date of `offer` in the snapshot's own
     words.
     """
 
@@ -64,7 +64,7 @@ class PriceQuote(msgspec.Struct, frozen=True):
     offer: Price
     low: float
     high: float
-    offers: int
+    providers: int
     as_of: str
 
 
@@ -82,18 +82,22 @@ def load_prices() -> tuple[Price, ...]:
 def quote(gpu_name: str) -> PriceQuote | None:
     """Give the on-demand price to assume for a GPU, or None when the snapshot has no sound offer of it.
 
-    The price is the median of the sound offers by price; with an even number of them the lower middle one,
-    so that it is always a price somebody asked. Left out, by what their flag says: old catalogues (2024 to
+    Each provider has one vote, its cheapest sound offer: a provider that lists many instance sizes of one card
+    must not decide the price. The quote is the median of the votes; with an even number of them the lower
+    middle one, so that it is always a price somebody asked. Left out, by what their flag says: old catalogues (2024 to
     early 2025), a marketplace's cheapest listing of the day, up-front reservations, an aggregator's resale
     where the provider's own rows are cheaper, hosts too small to train on, and prices that the catalogue's
     own regions contradict (marked UNCERTAIN). An undated price stays in: `as_of` says so. `gpu_name` goes
     through `find_gpu`, so a name it refuses raises `UnknownGpuError`.
     """
     gpu = find_gpu(gpu_name).name
-    sound = sorted(
-        (price for price in load_prices() if price.gpu == gpu and not price.doubtful),
-        key=lambda price: (price.usd_per_gpu_hour, price.gpu_count, price.provider, price.instance),
-    )
+    votes: dict[str, Price] = {}
+    for price in load_prices():
+        if price.gpu == gpu and not price.doubtful:
+            best = votes.get(price.provider)
+            if best is None or price.usd_per_gpu_hour < best.usd_per_gpu_hour:
+                votes[price.provider] = price
+    sound = sorted(votes.values(), key=lambda price: (price.usd_per_gpu_hour, price.provider))
     if not sound:
         return None
     middle = sound[(len(sound) - 1) // 2]
@@ -102,6 +106,6 @@ def quote(gpu_name: str) -> PriceQuote | None:
         offer=middle,
         low=sound[0].usd_per_gpu_hour,
         high=sound[-1].usd_per_gpu_hour,
-        offers=len(sound),
+        providers=len(sound),
         as_of=middle.date,
     )
