@@ -333,9 +333,7 @@ class End(Base, frozen=True, kw_only=True, tag="end"):
     """As in ``Step``: what came after the last step."""
 
 
-Record = (
-    Header | Step | Span | Logs | Experts | Gpu | Notice | Heartbeat | Fit | Projection | End
-)
+Record = Header | Step | Span | Logs | Experts | Gpu | Notice | Heartbeat | Fit | Projection | End
 """Every line of a log is one of these."""
 
 

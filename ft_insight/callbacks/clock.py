@@ -8,7 +8,7 @@ ever waiting.
 from __future__ import annotations
 
 from time import perf_counter
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -58,11 +58,11 @@ class CudaClock(HostClock):
         self._made = 0
 
     def event(self) -> Event | None:
-        """Record an event on the current stream; None, so that the step is told by the host's clock, if none is left."""
+        """Record an event on the current stream; None if none is left, and the host's clock tells the step."""
         if self._pool:
             event = self._pool.pop()
         elif self._made < MAX_EVENTS:
-            event = torch.cuda.Event(enable_timing=True)
+            event = cast("Event", torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
             self._made += 1
         else:
             return None

@@ -31,17 +31,18 @@ def attempt(read: Callable[[], T]) -> T | None:
     return None
 
 
-def bare_model(model: nn.Module) -> nn.Module:
+def bare_model(model: Any) -> nn.Module:
     """Return the transformers model under PEFT's wrapper."""
-    inner = attempt(lambda: model.get_base_model())  # type: ignore[operator]
-    return inner if isinstance(inner, nn.Module) else model
+    inner = attempt(lambda: model.get_base_model())
+    found: nn.Module = inner if isinstance(inner, nn.Module) else model
+    return found
 
 
 def model_facts(model: nn.Module) -> ModelFacts:
     """Read the shape of a model; parameters of 4-bit weights are counted as the weights that they stand for."""
     bare = bare_model(model)
-    config = getattr(bare, "config", None)
-    text = attempt(lambda: config.get_text_config()) or config  # type: ignore[union-attr]
+    config: Any = getattr(bare, "config", None)
+    text: Any = attempt(lambda: config.get_text_config()) or config
 
     def setting(*names: str) -> int | None:
         values = (getattr(text, name, None) for name in names)
@@ -104,21 +105,21 @@ def _quantization(model: nn.Module) -> str | None:
             return str(getattr(parameter, "quant_type", "4bit"))
         if kind == "Int8Params":
             return "int8"
-    config = getattr(getattr(model, "config", None), "quantization_config", None)
-    return attempt(lambda: str(config.quant_method.value)) if config is not None else None  # type: ignore[union-attr]
+    config: Any = getattr(getattr(model, "config", None), "quantization_config", None)
+    return attempt(lambda: str(config.quant_method.value)) if config is not None else None
 
 
 def train_facts(trainer: Any, args: Any, state: Any, model: nn.Module) -> TrainFacts:
     """Read what the trainer was set to do."""
     quantized = _quantization(bare_model(model)) is not None
-    peft = attempt(lambda: model.peft_config)
+    peft: Any = getattr(model, "peft_config", None)
     method = "full" if not peft else "qlora" if quantized else "lora"
     packing = bool(getattr(args, "packing", False))
     optimizer = getattr(args, "optim", None)
     return TrainFacts(
         trainer=type(trainer).__name__ if trainer is not None else "unknown",
         method=method,
-        lora_rank=attempt(lambda: int(next(iter(peft.values())).r)) if peft else None,  # type: ignore[union-attr]
+        lora_rank=attempt(lambda: int(next(iter(peft.values())).r)) if peft else None,
         precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         optimizer=getattr(optimizer, "value", None) or (str(optimizer) if optimizer else None),
         batch=getattr(state, "train_batch_size", None) or args.per_device_train_batch_size,

@@ -88,9 +88,7 @@ class Card:
             "power": lambda: {"power_w": nvml.nvmlDeviceGetPowerUsage(handle) / 1e3},
             "power limit": lambda: {"power_limit_w": nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3},
             "energy": lambda: {"energy_j": nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3},
-            "temperature": lambda: {
-                "temperature_c": nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
-            },
+            "temperature": lambda: {"temperature_c": nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)},
             "clocks": self._clocks,
         }
 
@@ -121,9 +119,7 @@ class Card:
     def _process_memory(self) -> dict[str, float | int | None]:
         # in a container the driver may report the host's process numbers, or none: then ours is not among them
         own = [
-            p.usedGpuMemory
-            for p in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
-            if p.pid == self._pid
+            p.usedGpuMemory for p in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle) if p.pid == self._pid
         ]
         return {"process_memory_bytes": own[0] if own else None}
 

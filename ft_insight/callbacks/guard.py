@@ -7,6 +7,7 @@ The same place measures what ft-insight itself costs.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
 from collections.abc import Callable
@@ -63,10 +64,8 @@ class Guard:
             FtInsightWarning,
             stacklevel=2,
         )
-        try:
+        with contextlib.suppress(Exception):  # telling of a failure must not be the next failure
             self._on_failure(collector, reason)
-        except Exception:  # noqa: BLE001, S110 - telling of a failure must not be the next failure
-            pass
 
 
 class Patch:
@@ -127,6 +126,7 @@ class Hook:
         self._body = body
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Run the body behind the guard; what it returns is dropped, so that nothing is changed."""
         self._guard.run(self._collector, self._body, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:

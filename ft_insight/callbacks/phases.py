@@ -154,9 +154,7 @@ class Ledger:
         step = self._step
         self._step = None
         self._stack = ["between"]
-        self._pending.append(
-            ClosedStep(step.begin_s, end, step.begin, step.stretches, step.before_s, self_s, facts)
-        )
+        self._pending.append(ClosedStep(step.begin_s, end, step.begin, step.stretches, step.before_s, self_s, facts))
         self.resolve()
 
     def drop_step(self) -> None:

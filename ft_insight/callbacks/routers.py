@@ -125,7 +125,11 @@ class RouterCounter:
         position = self._position.get(index)
         if position is None:
             position = next(
-                (i for i, p in enumerate(parts) if isinstance(p, torch.Tensor) and p.dtype in (torch.int64, torch.int32)),
+                (
+                    i
+                    for i, p in enumerate(parts)
+                    if isinstance(p, torch.Tensor) and p.dtype in (torch.int64, torch.int32)
+                ),
                 None,
             )
             if position is None:

@@ -7,7 +7,6 @@ after an exception. So a handful of its methods are stood in for, on this one in
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 

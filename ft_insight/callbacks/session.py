@@ -65,7 +65,7 @@ class Session:
         self._experts_at_s = 0.0
         self._expert_flushes: list[Flush] = []
         self._pad_token_id: int | None = None
-        self._trainer: weakref.ref[Any] = lambda: None  # type: ignore[assignment, return-value]
+        self._trainer: weakref.ref[Any] = lambda: None  # type: ignore[assignment]
         self._in_forward = False
         self.ledger = Ledger(HostClock(), self._on_step)
 

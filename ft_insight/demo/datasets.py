@@ -170,9 +170,7 @@ def _shape_of(raw: Any) -> str:
     if "text" in raw:
         return "text"
     keys = ", ".join(json.dumps(key[:40]) for key in islice(raw, 8))
-    raise _RowError(
-        f"no known shape, it has the keys {keys}" if keys else "no known shape, the object is empty"
-    )
+    raise _RowError(f"no known shape, it has the keys {keys}" if keys else "no known shape, the object is empty")
 
 
 def _kind(value: Any) -> str:

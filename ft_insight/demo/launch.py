@@ -60,7 +60,9 @@ def _free_log(folder: Path) -> Path:
             number += 1
             name = runs / f"{stamp}-demo-{number}"
         except OSError as error:
-            raise ValueError(f"cannot write under {folder}: {error.strerror}; start the demo in another folder") from None
+            raise ValueError(
+                f"cannot write under {folder}: {error.strerror}; start the demo in another folder"
+            ) from None
         else:
             return name / LOG_NAME
 
@@ -92,7 +94,9 @@ def _tell(path: Path, output: Path, code: int) -> int:
         view, status = read_run(path)
     except RunLogError:
         tail = output.read_text(errors="replace").strip().splitlines()[-5:]
-        raise ValueError(f"the training ended before its first record; the end of {output}: " + " | ".join(tail)) from None
+        raise ValueError(
+            f"the training ended before its first record; the end of {output}: " + " | ".join(tail)
+        ) from None
     print(render(view, status))  # noqa: T201 - the report is what this command is for
     where = os.path.relpath(path)
     print(f"\nAsk again: ft-insight project {where} --gpu all    Look again: ft-insight watch {where}")  # noqa: T201

@@ -100,11 +100,7 @@ def _shopping(s: _Story) -> Iterator[str]:
     total = 0
     for index, item in enumerate(goods):
         count, price = s.num(2, 12), s.num(2, 9)
-        lead = (
-            f"{s.name} goes to the {shop} and buys"
-            if index == 0
-            else s.pick("Then come", "Next to that come")
-        )
+        lead = f"{s.name} goes to the {shop} and buys" if index == 0 else s.pick("Then come", "Next to that come")
         s.say(f"{lead} {count} {item} at {price} dollars each.")
         cost = s.step(count, "*", price, f"The {item} cost {{}} dollars.")
         if index:
@@ -338,9 +334,7 @@ def _tickets(s: _Story) -> Iterator[str]:
     total = s.step(first, "+", second, "The whole group pays {} dollars.")
     yield "How many dollars does the whole group pay?"
     tour = s.num(15, 60)
-    s.say(
-        f"A guide called {s.other} shows them around, and the guided tour costs {tour} dollars for the group."
-    )
+    s.say(f"A guide called {s.other} shows them around, and the guided tour costs {tour} dollars for the group.")
     total = s.step(total, "+", tour, "The tour makes this {} dollars.")
     yield "How many dollars does the visit cost with the tour?"
     s.say(f"{s.name} collected {total + tour} dollars for the day, and gives back what is not needed.")

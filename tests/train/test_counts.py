@@ -41,9 +41,7 @@ def test_accumulation_1(make_trainer: MakeTrainer, tmp_path: Path) -> None:
 
 
 def test_accumulation_2(make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    log = run(
-        make_trainer, tmp_path / "run.jsonl", **in_order({"rows": THREE_ROWS, "gradient_accumulation_steps": 2})
-    )
+    log = run(make_trainer, tmp_path / "run.jsonl", **in_order({"rows": THREE_ROWS, "gradient_accumulation_steps": 2}))
     assert counts(log) == [[(2, 10, 8, 4), (1, 4, 4, 2)]]
 
 

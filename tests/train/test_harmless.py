@@ -205,7 +205,9 @@ def test_a_full_disk_does_not_stop_training(
 ) -> None:
     real_open = os.open
     monkeypatch.setattr(
-        os, "open", lambda p, *a, **k: real_open("/dev/full", os.O_RDWR) if str(p).endswith("run.jsonl") else real_open(p, *a, **k)
+        os,
+        "open",
+        lambda p, *a, **k: real_open("/dev/full", os.O_RDWR) if str(p).endswith("run.jsonl") else real_open(p, *a, **k),
     )
     trainer = make_trainer([FtInsightCallback(tmp_path / "run.jsonl")])
     with pytest.warns(FtInsightWarning, match="the log is incomplete"):

@@ -95,9 +95,7 @@ def _train(
     return trainer, [float(loss) for loss in losses], callback.seen
 
 
-def test_pairs_train_through_every_adapter(
-    tokenizer: Any, rows: list[dict[str, str]], tmp_path: Path
-) -> None:
+def test_pairs_train_through_every_adapter(tokenizer: Any, rows: list[dict[str, str]], tmp_path: Path) -> None:
     trainer, losses, seen = _train(tokenizer, rows, tmp_path, steps=6)
     assert len(losses) == 6
     assert all(math.isfinite(loss) for loss in losses)
@@ -132,9 +130,7 @@ def test_loss_falls(tokenizer: Any, rows: list[dict[str, str]], tmp_path: Path) 
     assert sum(losses[-5:]) / 5 < sum(losses[:3]) / 3 - 0.8
 
 
-def test_tokenizer_is_the_same_each_time_and_loses_nothing(
-    tokenizer: Any, rows: list[dict[str, str]]
-) -> None:
+def test_tokenizer_is_the_same_each_time_and_loses_nothing(tokenizer: Any, rows: list[dict[str, str]]) -> None:
     again = build_tokenizer((row["prompt"] + row["completion"] for row in rows), vocab_size=1024)
     assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
     assert len(tokenizer) == 1024
