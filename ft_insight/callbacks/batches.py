@@ -22,15 +22,20 @@ class Shape:
     counts: Counts | None = None
     names: tuple[str, ...] = ()
 
-    def resolved(self) -> dict[str, int | None]:
-        """Return queries, slots, real_tokens and loss_tokens; None is what the batch does not tell."""
+    def resolved(self, *, arrived: bool = True) -> dict[str, int | None]:
+        """Return queries, slots, real_tokens and loss_tokens; None is what the batch does not tell.
+
+        What is counted on the device is unknown too unless it has ``arrived``.
+        """
         known: dict[str, int | None] = {
             "queries": self.rows,
             "slots": self.slots,
             "real_tokens": None,
             "loss_tokens": None,
         }
-        if self.counts is not None:
+        if self.counts is not None and not arrived:
+            known.update(dict.fromkeys(self.names))
+        elif self.counts is not None:
             known.update(zip(self.names, self.counts.values(), strict=True))
         return known
 

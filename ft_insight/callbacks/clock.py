@@ -47,6 +47,9 @@ class HostClock:
     def recycle(self, events: list[Event | None]) -> None:
         """Take back events that nobody needs any more."""
 
+    def wait(self) -> None:
+        """Wait for the device; only ever at the end of training."""
+
 
 class CudaClock(HostClock):
     """Time on a CUDA device; events come from a pool, for creating them is not free."""
@@ -72,6 +75,10 @@ class CudaClock(HostClock):
     def recycle(self, events: list[Event | None]) -> None:
         """Take back events that nobody needs any more."""
         self._pool.extend(e for e in events if e is not None)
+
+    def wait(self) -> None:
+        """Wait for the device; only ever at the end of training."""
+        torch.cuda.synchronize()
 
 
 class Counts:

@@ -56,6 +56,8 @@ class StepTimes:
     phases_s: dict[str, float]
     micro_s: dict[int, float]
     clock: str
+    confirmed: bool = True
+    """The device has passed this step, so that what it counted on the way has arrived."""
 
 
 @dataclass
@@ -179,7 +181,9 @@ class Ledger:
             if not step.ready() and not overdue:
                 return
             self._pending.popleft()
-            times = _times(step, self.clock.name if step.ready() else "host")
+            ready = step.ready()
+            times = _times(step, self.clock.name if ready else "host")
+            times.confirmed = ready and (step.timed_by_device or self.clock.name == "host")
             self.clock.recycle([step.begin, *(s.end for s in step.stretches)])
             self._on_step(step, times)
 

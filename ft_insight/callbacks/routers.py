@@ -47,7 +47,7 @@ def find_routers(model: nn.Module) -> list[Router]:
         if isinstance(module, classes):
             experts = _expert_count(module, model)
             if experts:
-                found.append(Router(_plain_name(name), module, experts))
+                found.append(Router(plain_name(name), module, experts))
     return found
 
 
@@ -74,7 +74,7 @@ def _expert_count(module: nn.Module, model: nn.Module) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
     """Return the name that the module has in the bare model: without what PEFT wraps around it."""
     wrappers = {"base_model", "base_layer"}
     parts = [p for p in name.split(".") if p not in wrappers]

@@ -218,7 +218,7 @@ class Session:
         micro = []
         for index, shape in enumerate(known.shapes):
             compute = times.micro_s.get(index)
-            counts = shape.resolved()
+            counts = shape.resolved(arrived=times.confirmed)
             micro.append(r.MicroBatch(**counts, compute_s=None if compute is None else round(compute, 7)))
         self.output.put(
             r.Step(
@@ -235,7 +235,9 @@ class Session:
                 self_s=round(step.self_s, 7),
             )
         )
-        self._put_experts(known.experts, known.step)
+        self._expert_flushes += known.experts
+        if times.confirmed:
+            self._put_experts(known.step)
 
     # what the seams tell: the model
 
@@ -265,7 +267,8 @@ class Session:
     def _take_experts(self) -> list[Flush]:
         return self._routers.flush() if self._routers is not None else []
 
-    def _put_experts(self, flushes: list[Flush], step: int) -> None:
+    def _put_experts(self, step: int) -> None:
+        flushes, self._expert_flushes = self._expert_flushes, []
         for flush in flushes:
             rows = flush.counts.values()
             self.output.put(
@@ -352,7 +355,9 @@ class Session:
         self._complain()
 
     def _flush_last_experts(self) -> None:
-        self._put_experts(self._take_experts(), self.output.step)
+        self._expert_flushes += self._take_experts()
+        self.ledger.clock.wait()
+        self._put_experts(self.output.step)
         if self._routers is not None and self._routers.calls == 0 and self.output.state.view().totals.steps:
             self.output.notice("experts", "the routers were never called: tokens per expert are unknown", off=True)
 
