@@ -3,34 +3,61 @@
 from __future__ import annotations
 
 import argparse
+import io
+import math
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from ft_insight import __version__
 
 WHICH_RUN = "a run.jsonl, or a folder of runs (default: the newest run under ft_insight_runs/)"
 
+MOST = 1e15
+"""Nobody trains on more; numbers beyond it are typing errors, and end in infinite hours."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; return the exit code. What a user can cause ends in one line on stderr and exit code 2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without UTF-8 gets a ?, not a traceback
     arguments = _parser().parse_args(argv)
     try:
-        return int(arguments.run(arguments))
-    except ValueError as error:  # each of our own errors is a ValueError with a message of one line
-        print(f"ft-insight: {error}", file=sys.stderr)
-        return 2
+        code = int(arguments.run(arguments))
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         # the reader (head, less) has left; without this the interpreter complains when it flushes
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except ValueError as error:  # each of our own errors is a ValueError with a message of one line
+        return _refuse(str(error))
+    except OSError as error:
+        return _refuse(f"{error.strerror or error}: {error.filename or 'input or output'}")
+    return code
+
+
+def _refuse(message: str) -> int:
+    from ft_insight.words import clean
+
+    print(f"ft-insight: {clean(message, 1000)}", file=sys.stderr)
+    return 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as all of ft-insight does."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line and exit with code 2."""
+        self.exit(_refuse(f"{message}; see {self.prog} --help"))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="ft-insight",
         description="Where a fine-tune's time, memory and money go. Add FtInsightCallback() to your trainer, then:",
     )
@@ -53,7 +80,10 @@ def _parser() -> argparse.ArgumentParser:
     project.add_argument("--epochs", type=float, metavar="E", help="(default: num_train_epochs of the run)")
     project.add_argument("--seq-len", type=int, metavar="L", help="tokens of every row (default: the run's lengths)")
     project.add_argument(
-        "--price", type=float, metavar="USD", help="dollars per hour, of the one --gpu, or of the run's own machine"
+        "--price",
+        type=float,
+        metavar="USD",
+        help="dollars per hour, of the one --gpu, or of the run's own machine",
     )
     project.add_argument("--json", action="store_true", help="as JSON")
     project.add_argument("--verbose", action="store_true", help="the source and date of every price")
@@ -68,11 +98,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _watch(arguments: argparse.Namespace) -> int:
     from ft_insight.runlog import find_run
-    from ft_insight.tui import watch
 
     path = find_run(arguments.run_name, may_be_missing=True)
     if not sys.stdout.isatty():
         raise ValueError("watch needs a terminal; `ft-insight report` prints the same as text")
+    from ft_insight.tui.app import watch
+
     message = watch(path)
     if message:
         raise ValueError(message)
@@ -92,16 +123,19 @@ def _report(arguments: argparse.Namespace) -> int:
 def _project(arguments: argparse.Namespace) -> int:
     from ft_insight.report.projection import project_text
 
-    print(project_text(arguments.run_name, _question(arguments), as_json=arguments.json, verbose=arguments.verbose))
+    run_name, gpus = arguments.run_name, arguments.gpu
+    if run_name is None and gpus and len(gpus) > 1 and os.path.exists(gpus[-1]):
+        run_name = gpus.pop()  # `project --gpu h100 RUN`: argparse takes the run for one more GPU
+    print(project_text(run_name, _question(arguments), as_json=arguments.json, verbose=arguments.verbose))
     return 0
 
 
 def _question(arguments: argparse.Namespace) -> dict[str, object]:
     for name in ("queries", "epochs", "seq_len"):
         value = getattr(arguments, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be above 0, not {value:g}")
-    if arguments.price is not None and not arguments.price >= 0:
+        if value is not None and not 0 < value <= MOST:
+            raise ValueError(f"--{name.replace('_', '-')} must be above 0 and at most {MOST:g}, not {value}")
+    if arguments.price is not None and not 0 <= arguments.price < math.inf:
         raise ValueError(f"--price must be 0 or more, not {arguments.price:g}")
     return {name: getattr(arguments, name) for name in ("gpu", "queries", "epochs", "seq_len", "price")}
 

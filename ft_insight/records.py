@@ -227,6 +227,27 @@ class Experts(Base, frozen=True, kw_only=True, tag="experts"):
     queries: int | None = None
 
 
+class Layers(Base, frozen=True, kw_only=True, tag="layers"):
+    """Time per layer and kind of layer in one sampled step, summed over its timed micro-batches.
+
+    The columns run in parallel. A part's own time is meant: a layer's leaves out its attention, a mixture's its
+    router and experts; so the rows add up to the time of model and loss.
+    """
+
+    step: int
+    t_s: float
+    clock: str
+    micro_batches: int
+    layers: tuple[int | None, ...]
+    """Index of the decoder layer; None for what is outside of them."""
+    kinds: tuple[str, ...]
+    """embedding, input_norm, attention, post_attention_norm, moe, router, experts, shared_expert, mlp, mamba, layer
+    (what is left of it), final_norm, head, head_and_loss, around."""
+    forward_s: tuple[float, ...]
+    recompute_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+
+
 class GpuSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """One NVML reading of one GPU."""
 
@@ -333,7 +354,7 @@ class End(Base, frozen=True, kw_only=True, tag="end"):
     """As in ``Step``: what came after the last step."""
 
 
-Record = Header | Step | Span | Logs | Experts | Gpu | Notice | Heartbeat | Fit | Projection | End
+Record = Header | Step | Span | Logs | Experts | Layers | Gpu | Notice | Heartbeat | Fit | Projection | End
 """Every line of a log is one of these."""
 
 

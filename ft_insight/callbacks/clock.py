@@ -101,3 +101,8 @@ class Counts:
         """Return the integers; only once an event recorded after this was made has passed."""
         result: list[int] = self._host.tolist()
         return result
+
+    def table(self) -> list[list[int]]:
+        """Return the integers of a 2-D tensor, as :meth:`values` does."""
+        result: list[list[int]] = self._host.tolist()
+        return result

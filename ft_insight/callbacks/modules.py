@@ -19,7 +19,9 @@ from ft_insight.callbacks.facts import attempt, bare_model
 from ft_insight.callbacks.routers import find_routers, plain_name
 
 WRAPPERS = ("base_layer", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-ATTENTION_ARGUMENTS = frozenset({"attention_mask", "position_embeddings", "position_ids", "past_key_values", "cu_seqlens"})
+ATTENTION_ARGUMENTS = frozenset(
+    {"attention_mask", "position_embeddings", "position_ids", "past_key_values", "cu_seqlens"}
+)
 
 CONTAINERS = ("layer", "moe")
 """Kinds whose own time is what their parts leave over."""
@@ -62,7 +64,9 @@ def find_parts(model: nn.Module) -> list[Part]:
 def unwrap(module: nn.Module) -> nn.Module:
     """Return the module under all that PEFT and parallelism wrap around it."""
     while True:
-        inner = next((getattr(module, name) for name in WRAPPERS if isinstance(getattr(module, name, None), nn.Module)), None)
+        inner = next(
+            (getattr(module, name) for name in WRAPPERS if isinstance(getattr(module, name, None), nn.Module)), None
+        )
         if inner is None:
             return module
         module = inner

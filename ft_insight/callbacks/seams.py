@@ -124,7 +124,7 @@ def _backward(session: Session, call: Call) -> Call:
     watched, run = _watched(session, call), session.guard.run
 
     def backward(*args: Any, **kwargs: Any) -> Any:
-        run("ledger", session.ledger.enter, "backward")
+        run("ledger", session.backward_begins)
         result = watched(*args, **kwargs)
         run("ledger", session.backward_ends)
         return result

@@ -18,14 +18,14 @@ from ft_insight import records as r
 from ft_insight.callbacks import facts, place, seams
 from ft_insight.callbacks.batches import Shape, measure
 from ft_insight.callbacks.clock import CudaClock, HostClock
+from ft_insight.callbacks.expert_watch import ExpertWatch
 from ft_insight.callbacks.guard import FtInsightWarning, Guard
+from ft_insight.callbacks.layer_watch import LayerWatch, Look, can_time
 from ft_insight.callbacks.memory import MemoryReader
+from ft_insight.callbacks.modules import find_parts
 from ft_insight.callbacks.output import Output
 from ft_insight.callbacks.phases import ClosedStep, Ledger, StepTimes
-from ft_insight.callbacks.routers import Flush, RouterCounter, find_routers
-
-EXPERT_FLUSH_S = 2.0
-"""Expert counts are read from the device at most this often."""
+from ft_insight.callbacks.routers import Flush
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Options:
 
     path: str | None = None
     price: float | None = None
+    layers_every: int | None = None
 
 
 @dataclass
@@ -46,6 +47,7 @@ class StepFacts:
     memory: r.Memory | None
     skipped: bool | None
     experts: list[Flush] = field(default_factory=list)
+    look: Look | None = None
 
 
 class Session:
@@ -61,9 +63,9 @@ class Session:
         self._shapes: list[Shape] = []
         self._spent_s = 0.0
         self._outside: list[str] = []
-        self._routers: RouterCounter | None = None
-        self._experts_at_s = 0.0
-        self._expert_flushes: list[Flush] = []
+        self._experts: ExpertWatch | None = None
+        self._layers: LayerWatch | None = None
+        self._opened_s = 0.0
         self._pad_token_id: int | None = None
         self._trainer: weakref.ref[Any] = lambda: None  # type: ignore[assignment]
         self._in_forward = False
@@ -94,7 +96,8 @@ class Session:
         self.ledger = Ledger(_clock_for(args, model), self._on_step)
         self.memory = MemoryReader(args)
         self._pad_token_id = _pad_token_id(trainer, model)
-        self.guard.run("experts", self._watch_routers, model, header)
+        self._experts = self.guard.run("experts", self._watch_experts, model, header)
+        self._layers = self.guard.run("layers", self._watch_layers, model, header)
         self.guard.run("gpu", self.output.start_sampler, header.devices)
         if trainer is None:
             self.output.notice("ledger", "no trainer found on the stack: step times are off", off=True)
@@ -108,8 +111,6 @@ class Session:
 
     def _header(self, trainer: Any, args: Any, state: Any, model: nn.Module) -> r.Header:
         train = facts.train_facts(trainer, args, state, model)
-        if train.compiled:
-            self.output.notice("ledger", "the model is compiled: layers are not timed")
         return r.Header(
             schema=r.SCHEMA,
             run_id="",
@@ -143,21 +144,40 @@ class Session:
             mine = place.choose(self.options.path, identity)
         return place.for_rank(mine, self.rank)
 
-    def _watch_routers(self, model: nn.Module, header: r.Header) -> None:
-        routers = find_routers(model)
-        if not routers:
-            if header.model.experts:
-                self.output.notice("experts", "this model has experts, but no router of a known kind", off=True)
-            return
-        self._routers = RouterCounter(routers)
-        for index, router in enumerate(routers):
-            self._seams.hook_router(self, index, router.module)
+    def _watch_experts(self, model: nn.Module, header: r.Header) -> ExpertWatch:
+        watch = ExpertWatch(model)
+        if watch.counter is not None:
+            for index, router in enumerate(watch.counter.routers):
+                self._seams.hook_router(self, index, router.module)
+        elif header.model.experts:
+            self.output.notice("experts", "this model has experts, but no router of a known kind", off=True)
+        return watch
+
+    def _watch_layers(self, model: nn.Module, header: r.Header) -> LayerWatch | None:
+        if self.options.layers_every == 0:
+            return None
+        parts = find_parts(model)
+        placed = set((getattr(model, "hf_device_map", None) or {}).values())
+        reason = can_time(model, parts, compiled=bool(header.train.compiled), devices=len(placed))
+        if reason is not None:
+            self.output.notice("layers", reason, off=True)
+            return None
+        return LayerWatch(parts, self.ledger.clock, self.guard, self.options.layers_every)
+
+    def _look(self, method: str, *args: Any) -> Any:
+        """Tell the layer timer of something, behind the guard."""
+        if self._layers is not None and self._layers.timer.installed:
+            return self.guard.run("layers", getattr(self._layers.timer, method), *args)
+        return None
 
     # what the seams tell: steps
 
     def data_requested(self) -> None:
         """The trainer asks for the micro-batches of a new step."""
         self._shapes = []
+        self._opened_s = self.ledger.clock.now()
+        if self._layers is not None:
+            self.guard.run("layers", self._layers.step_begins)
         self.ledger.open_step()
         self.ledger.enter("data_wait")
 
@@ -172,6 +192,7 @@ class Session:
         if self.ledger.in_step:
             self.ledger.begin_micro(len(self._shapes))
             self._shapes.append(self.guard.run("batches", measure, inputs, self._pad_token_id) or Shape())
+            self._look("micro_begins")
         return self.ledger.depth
 
     def micro_ends(self, depth: int) -> None:
@@ -179,11 +200,18 @@ class Session:
         self._in_forward = False
         self.ledger.unwind(depth)
         if self.ledger.in_step:
+            self._look("micro_ends")
             self.ledger.switch("other")
             self.ledger.begin_micro(-1)
 
+    def backward_begins(self) -> None:
+        """Autograd starts on a micro-batch."""
+        self.ledger.enter("backward")
+        self._look("mark", "backward")
+
     def backward_ends(self) -> None:
         """The gradients of a micro-batch are there."""
+        self._look("mark", "backward end")
         self.ledger.leave()
         if self.ledger.in_step:
             self.ledger.switch("other")
@@ -202,9 +230,10 @@ class Session:
         )
         self._shapes = []
         now = self.ledger.clock.now()
-        if now - self._experts_at_s >= EXPERT_FLUSH_S:
-            self._experts_at_s = now
-            known.experts = self.guard.run("experts", self._take_experts) or []
+        if self._experts is not None:
+            known.experts = self.guard.run("experts", self._experts.take, now) or []
+        if self._layers is not None:
+            known.look = self.guard.run("layers", self._layers.step_ends, known.step, now - self._opened_s)
         spent = self.guard.spent_s
         self.ledger.close_step(spent - self._spent_s, known)
         self._spent_s = spent
@@ -235,9 +264,12 @@ class Session:
                 self_s=round(step.self_s, 7),
             )
         )
-        self._expert_flushes += known.experts
-        if times.confirmed:
-            self._put_experts(known.step)
+        now = round(self.output.clock(), 3)
+        if self._experts is not None:
+            tell = self._experts.tell
+            self.guard.run("experts", tell, known.experts, self.output.put, known.step, now, arrived=times.confirmed)
+        if self._layers is not None and known.look is not None:
+            self.guard.run("layers", self._layers.tell, known.look, self.output.put, now, arrived=times.confirmed)
 
     # what the seams tell: the model
 
@@ -246,11 +278,12 @@ class Session:
         grad = torch.is_grad_enabled()
         training = self.ledger.in_step and module.training and grad
         mode = "train" if training else "evaluation" if "evaluation" in self._outside and not module.training else None
-        if self._routers is not None:
-            self.guard.run("experts", self._routers.begin_forward, mode, arguments.get("attention_mask"))
+        if self._experts is not None:
+            self.guard.run("experts", self._experts.forward_begins, mode, arguments.get("attention_mask"))
         self._in_forward = training
         if training:
             self.ledger.enter("forward")
+            self._look("mark", "forward")
 
     def forward_ends(self) -> None:
         """It returned."""
@@ -261,27 +294,8 @@ class Session:
 
     def router_chose(self, index: int, output: Any) -> None:
         """A router of the model returned."""
-        if self._routers is not None:
-            self._routers.count(index, output)
-
-    def _take_experts(self) -> list[Flush]:
-        return self._routers.flush() if self._routers is not None else []
-
-    def _put_experts(self, step: int) -> None:
-        flushes, self._expert_flushes = self._expert_flushes, []
-        for flush in flushes:
-            rows = flush.counts.values()
-            self.output.put(
-                r.Experts(
-                    step=step,
-                    t_s=round(self.output.clock(), 3),
-                    mode=flush.mode,
-                    layers=flush.layers,
-                    counts=tuple(tuple(row[:n]) for row, n in zip(rows, flush.experts, strict=True)),  # type: ignore[index]
-                    tokens=tuple(row[-1] for row in rows),  # type: ignore[index]
-                    padding_counted=flush.padding_counted,
-                )
-            )
+        if self._experts is not None and self._experts.counter is not None:
+            self._experts.counter.count(index, output)
 
     # what the seams tell: outside of steps
 
@@ -345,20 +359,24 @@ class Session:
     def end(self, status: str, reason: str | None = None) -> None:
         """Put everything back, tell the rest and close the log. May be called again."""
         self._seams.remove()
+        if self._layers is not None:
+            self._layers.timer.remove()
         if self.output.closed:
             return
         self.guard.run("ledger", self.ledger.resolve, wait=True)
-        self.guard.run("experts", self._flush_last_experts)
+        self.guard.run("experts", self._finish_experts)
         remaining = self.guard.run("ledger", self.ledger.remaining) or {}
         last = self._put_estimates if status != "failed" and self.rank == 0 else None
         self.output.end(status, reason, _rounded(remaining), last=last)
         self._complain()
 
-    def _flush_last_experts(self) -> None:
-        self._expert_flushes += self._take_experts()
+    def _finish_experts(self) -> None:
         self.ledger.clock.wait()
-        self._put_experts(self.output.step)
-        if self._routers is not None and self._routers.calls == 0 and self.output.state.view().totals.steps:
+        watch = self._experts
+        if watch is None or watch.counter is None:
+            return
+        watch.finish(self.output.put, self.output.step, round(self.output.clock(), 3))
+        if watch.counter.calls == 0 and self.output.state.view().totals.steps:
             self.output.notice("experts", "the routers were never called: tokens per expert are unknown", off=True)
 
     def _put_estimates(self) -> None:

@@ -69,9 +69,9 @@ def _free_log(folder: Path) -> Path:
 
 def _show(path: Path, training: subprocess.Popen[bytes], *, tui: bool) -> None:
     if tui:
-        from ft_insight.tui import watch
+        from ft_insight.tui.app import watch
 
-        message = watch(path, exit_when_over=True, still_starting=lambda: training.poll() is None)
+        message = watch(path, until=lambda: training.poll() is not None)
         if message:
             sys.stderr.write(f"ft-insight: {message}\n")
         return

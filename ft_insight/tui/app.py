@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -22,7 +23,7 @@ from ft_insight.tui.widgets.chrome import HeaderBar, KeyBar
 from ft_insight.tui.widgets.notices import all_notices
 
 LINGER_S = 1.5
-"""With ``exit_when_over``, how long the last figures stay on the screen."""
+"""With ``until``, how long the last figures stay on the screen."""
 _TABS = tuple(name for name, *_ in PAGES)
 _MOVING = ("live", "silent")
 _THEME = Theme(
@@ -41,7 +42,10 @@ _THEME = Theme(
 
 
 class WatchApp(App[str]):
-    """Shows the run that writes ``path``, which may be still to come; its result is an error line or None."""
+    """Shows the run that writes ``path``, which may be still to come; its result is an error line or None.
+
+    With ``until`` it leaves by itself, once the run is over or ``until()`` says that nothing more will come.
+    """
 
     CSS_PATH = "app.tcss"
     TITLE = "ft-insight"
@@ -66,10 +70,10 @@ class WatchApp(App[str]):
             super().__init__()
             self.news = news
 
-    def __init__(self, path: Path, *, exit_when_over: bool = False) -> None:
+    def __init__(self, path: Path, *, until: Callable[[], bool] | None = None) -> None:
         super().__init__()
         self._path = path
-        self._exit_when_over = exit_when_over
+        self._until = until
         self._leaving = False
         self._stop = threading.Event()
         self._newest: Snapshot | None = None
@@ -124,6 +128,7 @@ class WatchApp(App[str]):
         return max(news.view.elapsed_s, time.monotonic() - news.origin_s) if moving else news.view.elapsed_s
 
     def _tick(self) -> None:
+        self._leave_if_over()
         if self._newest is None or self._frame.paused or self._frame.status.kind not in _MOVING:
             return
         self._frame = replace(self._frame, elapsed_s=self._elapsed(self._newest))
@@ -136,15 +141,18 @@ class WatchApp(App[str]):
         screen.query_one(f"#{self._tab}", Page).show(self._frame)
 
     def _leave_if_over(self) -> None:
-        if self._exit_when_over and not self._leaving and self._frame.status.over:
+        if self._until is not None and not self._leaving and self._is_over(self._until):
             self._leaving = True
             self.set_timer(LINGER_S, self._leave)
 
     def _leave(self) -> None:
         # a run may have been resumed, or its user may have stopped to look
         self._leaving = False
-        if self._frame.status.over and not self._frame.paused:
+        if self._until is not None and self._is_over(self._until) and not self._frame.paused:
             self.exit(None)
+
+    def _is_over(self, until: Callable[[], bool]) -> bool:
+        return self._frame.status.over or until()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Keep the dashboard's keys from working behind the help."""
@@ -156,7 +164,6 @@ class WatchApp(App[str]):
         self.query_one(ContentSwitcher).current = name
         self._draw()
         self.query_one(f"#{name}").focus()
-        self.call_after_refresh(self._draw)
 
     def action_turn(self, by: int) -> None:
         """Open the next tab, or the one before."""
@@ -184,6 +191,6 @@ class WatchApp(App[str]):
         self.push_screen(Sheet(all_notices(self._frame, min(70, self.size.width - 6))))
 
 
-def watch(path: Path, *, exit_when_over: bool = False) -> str | None:
+def watch(path: Path, *, until: Callable[[], bool] | None = None) -> str | None:
     """Run the dashboard until it is left, and return a line to print then: an error, or None."""
-    return WatchApp(path, exit_when_over=exit_when_over).run()
+    return WatchApp(path, until=until).run()

@@ -46,9 +46,7 @@ def follow(path: Path, post: Callable[[Snapshot | Unreadable], object], stop: th
 
 
 class _Loop:
-    def __init__(
-        self, path: Path, post: Callable[[Snapshot | Unreadable], object], stop: threading.Event
-    ) -> None:
+    def __init__(self, path: Path, post: Callable[[Snapshot | Unreadable], object], stop: threading.Event) -> None:
         self._reader = RunReader(path)
         self._post = post
         self._stop = stop

@@ -16,9 +16,9 @@ from ft_insight.tui.widgets.text import CURVE, STRONG, Cell, table
 _KEYS = (
     ("1-5, ←, →, Tab", "open a tab"),
     ("↑ ↓ PgUp PgDn", "scroll"),
-    ("s", "sort the layers of Experts by imbalance, and back"),
+    ("s", "sort the layers by imbalance (Experts)"),
     ("n", "all notices in full"),
-    ("p", "freeze the screen, and go on; the log is followed all the while"),
+    ("p", "freeze the screen; the log is followed all the same"),
     ("?", "this help; Esc closes it"),
     ("q", "leave; the run is not touched"),
 )
@@ -28,7 +28,7 @@ _MEANINGS = (
     ("orange", "needs attention"),
     ("curves", "faint: each point; bright: running mean"),
     ("tokens, slots", "without and with padding"),
-    ("util", "time in which some kernel ran; SM: how busy the cores were"),
+    ("util", "time with any kernel running; SM: cores at work"),
     ("even", "an expert's share if all had the same load"),
     ("dead", "experts that got no token"),
     ("ledger gap", "all phases' sum against all steps' wall time"),
@@ -51,13 +51,9 @@ class Sheet(ModalScreen[None]):
 
 
 def help_lines() -> list[Text]:
-    """Write the help."""
-    keys: list[list[Cell]] = [[Text(k, f"bold {CURVE}"), Text(what)] for k, what in _KEYS]
-    meanings: list[list[Cell]] = [[Text(k, STRONG), what] for k, what in _MEANINGS]
-    return [
-        Text("keys", STRONG),
-        *table(keys, "<<"),
-        Text(),
-        Text("meanings", STRONG),
-        *table(meanings, "<<"),
-    ]
+    """Write the help: the keys, then the words."""
+    rows: list[list[Cell]] = [[Text(key, f"bold {CURVE}"), Text(what)] for key, what in _KEYS]
+    rows.append(["", ""])
+    for word, what in _MEANINGS:
+        rows += [[Text(word, STRONG), what]]
+    return table(rows, "<<")

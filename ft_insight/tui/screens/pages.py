@@ -6,7 +6,7 @@ from textual.app import ComposeResult
 from textual.containers import Container, VerticalScroll
 
 from ft_insight.tui.frame import Frame
-from ft_insight.tui.widgets import costs, experts, gpus, notices, steps, work
+from ft_insight.tui.widgets import costs, experts, gpu_page, gpus, notices, steps, work
 from ft_insight.tui.widgets.panel import Panel
 
 
@@ -26,6 +26,12 @@ class Overview(Page):
         """Lay out the panels; pairs stand side by side on wide screens."""
         with Container(classes="body"):
             yield from self._panels()
+
+    def show(self, frame: Frame) -> None:
+        """Draw another moment; what has neither GPU nor experts leaves its room to the curves."""
+        bare = not frame.view.gpus and not frame.view.experts
+        self.query_one(".machine").set_class(bare and not frame.waiting, "bare")
+        super().show(frame)
 
     def _panels(self) -> ComposeResult:
         yield Panel(steps.step_lines, steps.step_title, tall=True)
@@ -62,8 +68,8 @@ class GpuPage(Page):
 
     def compose(self) -> ComposeResult:
         """Lay out the figures and the curves."""
-        yield Panel(gpus.memory_table, "memory", tall=True)
-        yield Panel(gpus.gpu_lines, gpus.gpu_title, tall=True)
+        yield Panel(gpu_page.memory_table, "memory", tall=True)
+        yield Panel(gpu_page.gpu_lines, gpus.gpu_title, tall=True)
 
 
 class CostPage(Page):

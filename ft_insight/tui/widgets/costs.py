@@ -12,12 +12,14 @@ from ft_insight.tui.frame import Frame
 from ft_insight.tui.widgets.plots import Axis, Layer, chart, tick
 from ft_insight.tui.widgets.text import (
     CURVE,
+    MARK,
     QUIET,
     STRONG,
     Cell,
     clean,
     cut,
     figure,
+    flow,
     joined,
     table,
     words,
@@ -74,9 +76,7 @@ def projection_lines(frame: Frame, width: int, height: int) -> list[Text]:
 
 
 def _wide(rows: tuple[ProjectionRow, ...], width: int) -> list[Text]:
-    cells: list[list[Cell]] = [
-        ["GPU", "memory", "batch", "queries/s", "", "time", "", "$/h", "dollars", "", "price"]
-    ]
+    cells: list[list[Cell]] = [["GPU", "memory", "batch", "queries/s", "", "time", "", "$/h", "dollars", "", "price"]]
     for row in rows:
         estimates = [*_both(row.queries_per_s, units.significant), *_time(row.hours)]
         dollars = [_price(row), *_both(row.usd, units.money), clean(row.price_source or units.NA, 28)]
@@ -85,22 +85,21 @@ def _wide(rows: tuple[ProjectionRow, ...], width: int) -> list[Text]:
 
 
 def _narrow(rows: tuple[ProjectionRow, ...]) -> list[Text]:
-    cells: list[list[Cell]] = [["GPU", "queries/s", "", "time", "", "dollars", ""]]
-    more: list[list[Cell]] = []
+    names: list[Cell] = ["GPU", *(_name(row) for row in rows)]
+    rates = _merged("queries/s", [_both(row.queries_per_s, units.significant) for row in rows])
+    times = _merged("time", [_time(row.hours) for row in rows])
+    dollars = _merged("dollars", [_both(row.usd, units.money) for row in rows])
+    estimates = [list(row) for row in zip(names, rates, times, dollars, strict=True)]
+    facts: list[list[Cell]] = [["GPU", "memory", "batch", "$/h", "price"]]
     for row in rows:
-        cells.append(
-            [
-                _name(row),
-                *_both(row.queries_per_s, units.significant),
-                *_time(row.hours),
-                *_both(row.usd, units.money),
-            ]
-        )
-        more.append(
-            [_name(row), _memory(row), _batch(row), _price(row), clean(row.price_source or units.NA, 30)]
-        )
-    facts: list[list[Cell]] = [["GPU", "memory", "batch", "$/h", "price"], *more]
-    return [*table(cells, "<><><><", gap=1), Text(), *table(facts, "<>>><")]
+        source = clean(row.price_source or units.NA, 30)
+        facts += [[_name(row), _memory(row), _batch(row), _price(row), source]]
+    return [*table(estimates, "<<<<"), Text(), *table(facts, "<>>><")]
+
+
+def _merged(head: str, pairs: list[list[Cell]]) -> list[Cell]:
+    """Make one column of figures and their intervals, with the figures aligned."""
+    return [head, *table(pairs, "><", gap=1)]
 
 
 def _name(row: ProjectionRow) -> Text:
@@ -128,9 +127,10 @@ def _both(triple: Triple | None, text: Callable[[float], str]) -> list[Cell]:
 
 def _time(triple: Triple | None) -> list[Cell]:
     cells = _both(triple, units.hours)
-    if triple is not None and triple[1] < triple[2] and not 1 <= triple[0] < 240:
-        cells[1] = f"[{units.hours(triple[1])}-{units.hours(triple[2])}]"
-    return cells
+    if triple is None or triple[1] >= triple[2] or 1 <= triple[0] < 240:
+        return cells
+    scale, unit = (60.0, " min") if triple[0] < 1 else (1 / 24, " d")
+    return [cells[0], units.interval(triple[1] * scale, triple[2] * scale).replace("]", f"{unit}]")]
 
 
 def fit_lines(frame: Frame, width: int, height: int) -> list[Text]:
@@ -138,15 +138,13 @@ def fit_lines(frame: Frame, width: int, height: int) -> list[Text]:
     fit = frame.view.fit
     lines = [Text(LATER, QUIET)] if fit is None else _fit_facts(fit, width)
     points = tuple(
-        (float(m.slots), m.compute_s)
-        for m in frame.view.micro
-        if m.slots is not None and m.compute_s is not None
+        (float(m.slots), m.compute_s) for m in frame.view.micro if m.slots is not None and m.compute_s is not None
     )
     if len(points) < 3 or width < 24:
         return lines
-    layers = [Layer(points, "#33659a", joined=False)]
+    layers = [Layer(points, CURVE, joined=False)]
     if fit is not None and fit.identifiable:
-        layers.append(Layer(_model(fit, max(x for x, _ in points)), "#e3e8ee"))
+        layers.append(Layer(_model(fit, max(x for x, _ in points)), MARK))
     axes = Axis(lambda s: f"{tick(s)} s", low=0.0), Axis(lambda n: f"{units.count(n)} slots", low=0.0)
     return [*lines, *chart(layers, width, max(7, height - len(lines)), *axes)]
 
@@ -154,7 +152,7 @@ def fit_lines(frame: Frame, width: int, height: int) -> list[Text]:
 def fit_title(frame: Frame) -> Text:
     """Head the model."""
     line = frame.view.fit is not None and frame.view.fit.identifiable
-    drawn = (("  ━", "#e3e8ee"), " fit") if line else ()
+    drawn = (("  ━", MARK), " fit") if line else ()
     return words(("seconds of a micro-batch, by its slots", ""), *drawn)
 
 
@@ -165,36 +163,18 @@ def _fit_facts(fit: Fit, width: int) -> list[Text]:
     spread = units.NA
     if fit.slots_range is not None:
         spread = f"{units.count(fit.slots_range[0])}-{units.count(fit.slots_range[1])}"
-    return [
-        cut(line, width)
-        for line in (
-            words(
-                ("seconds = (fixed", ""),
-                "^n",
-                (" + (per slot x slots)", ""),
-                "^n",
-                (")", ""),
-                "^1/n  ",
-                "n ",
-                figure(number),
-            ),
-            joined(
-                [
-                    words("fixed ", figure(units.duration(fit.fixed_s)), _within(fit.fixed_interval_s)),
-                    words(
-                        "per slot ", figure(units.duration(fit.per_slot_s)), _within(fit.per_slot_interval_s)
-                    ),
-                ]
-            ),
-            joined(
-                [
-                    words("rest of a step ", figure(units.duration(fit.rest_s))),
-                    words(f"{units.count(fit.points)} micro-batches of {spread} slots"),
-                    words("median error ", figure(units.share(fit.error))),
-                ]
-            ),
-        )
+    formula = words(
+        *(("seconds = (fixed", ""), "^n", (" + (per slot x slots)", ""), "^n", (")", ""), "^1/n"),
+        *("  n ", figure(number)),
+    )
+    facts = [
+        words(("fixed ", ""), figure(units.duration(fit.fixed_s)), _within(fit.fixed_interval_s)),
+        words(("per slot ", ""), figure(units.duration(fit.per_slot_s)), _within(fit.per_slot_interval_s)),
+        words(("rest of a step ", ""), figure(units.duration(fit.rest_s))),
+        words(("median error ", ""), figure(units.share(fit.error))),
+        words(f"{units.count(fit.points)} micro-batches of {spread} slots"),
     ]
+    return [cut(formula, width), *flow(facts, width, most=3)]
 
 
 def _within(ends: tuple[float, float] | None) -> str:

@@ -20,10 +20,8 @@ from ft_insight.tui.widgets.text import (
     Cell,
     beside,
     clean,
-    cut,
     figure,
     flow,
-    joined,
     table,
     words,
     wrap,
@@ -54,11 +52,7 @@ def worst_layer(view: RunView) -> int:
 
 def missing_reason(view: RunView) -> str:
     """Say why there are no expert counts."""
-    told = [
-        clean(n.text)
-        for n in view.notices
-        if "expert" in n.collector.lower() or "router" in n.collector.lower()
-    ]
+    told = [clean(n.text) for n in view.notices if "expert" in n.collector.lower() or "router" in n.collector.lower()]
     if told:
         return f"{units.NA}: {told[0]}"
     if view.header is not None and not view.header.model.experts:
@@ -154,9 +148,7 @@ def _bars(load: LayerLoad, width: int, across: int) -> list[Text]:
     for expert, share in enumerate(load.shares):
         drawn = bar(share / scale, column - digits - 7, _colour(share, load.ideal), mark=load.ideal / scale)
         number = f"{units.share(share):>5}"
-        rows.append(
-            words((f"{expert:>{digits}} ", QUIET), drawn, (f" {number}", ATTENTION if not share else ""))
-        )
+        rows.append(words((f"{expert:>{digits}} ", QUIET), drawn, (f" {number}", ATTENTION if not share else "")))
     down = -(-len(rows) // across)
     lines = rows[:down]
     for i in range(1, across):
@@ -213,7 +205,12 @@ def heat_lines(frame: Frame, width: int, height: int) -> list[Text]:
     cell = min(9, room // most) if most <= room else 1
     cells = [_cells_head(most, cell, room)]
     cells += [_cells(view.experts[i], cell, room) for i in order]
-    return [_facts(view, width), _scale(most, room), Text(), *beside(left, cells, left[0].cell_len, 3)]
+    return [
+        *_facts(view, width),
+        *_scale(most, room, width),
+        Text(),
+        *beside(left, cells, left[0].cell_len, 3),
+    ]
 
 
 def _figures(load: LayerLoad, name: str) -> list[Cell]:
@@ -231,9 +228,7 @@ def _cells_head(most: int, cell: int, room: int) -> Text:
         return Text(f"experts 0 to {most - 1}", QUIET)
     every = 1 if cell >= 3 else max(1, -(-4 // cell))
     width = cell * every
-    return Text(
-        "".join(f"{e:<{width}}" if cell < 3 else f"{e:^{width}}" for e in range(0, most, every)), QUIET
-    )
+    return Text("".join(f"{e:<{width}}" if cell < 3 else f"{e:^{width}}" for e in range(0, most, every)), QUIET)
 
 
 def _cells(load: LayerLoad, cell: int, room: int) -> Text:
@@ -241,7 +236,7 @@ def _cells(load: LayerLoad, cell: int, room: int) -> Text:
     for share in grouped(load.shares, room):
         colour = heat(share / load.ideal)
         ink = "#10151c" if share > 1.5 * load.ideal else "#c9d3de"
-        text = units.share(share).rjust(cell - 1) + " " if cell >= 5 else ""
+        text = units.share(share).rjust(cell - 1) if cell >= 4 else ""
         line.append((text or ("×" if not share else "")).ljust(cell), f"{ink} on {colour}")
     return line
 
@@ -251,31 +246,26 @@ def heat(over_even: float) -> str:
     return _RAMP[max(0, min(len(_RAMP) - 1, round(over_even / UNEVEN * (len(_RAMP) - 1))))]
 
 
-def _scale(most: int, room: int) -> Text:
-    line = words("share of its layer's tokens:  0 ")
+def _scale(most: int, room: int, width: int) -> list[Text]:
+    line = words("share of tokens  0 ")
     for colour in _RAMP:
         line.append("  ", f"on {colour}")
     line.append(" twice the even share", QUIET)
     per = -(-most // room)
-    return words(line, f" · a cell is the busiest of {per}" if per > 1 else "", " · × none")
+    note = words(f"a cell is the busiest of {per}") if per > 1 else Text()
+    return flow([line, note, words("× none")], width)
 
 
-def _facts(view: RunView, width: int) -> Text:
+def _facts(view: RunView, width: int) -> list[Text]:
     model = view.header.model if view.header else None
     per_token = f", {model.experts_per_token} per token" if model and model.experts_per_token else ""
     worst = view.experts[worst_layer(view)]
     dead = sum(len(load.dead) for load in view.experts)
     padding = "padding counted as tokens" if view.expert_padding_counted else "padding left out"
-    return cut(
-        joined(
-            [
-                words(f"{len(view.experts)} layers of {len(worst.counts)} experts{per_token}"),
-                words(
-                    "worst max/mean ", (units.significant(worst.max_over_mean), _alarm(worst.max_over_mean))
-                ),
-                words("dead ", (str(dead), ATTENTION if dead else STRONG)),
-                words(f"counted {clean(view.expert_method or units.NA, 24)}, ", (padding, QUIET)),
-            ]
-        ),
-        width,
-    )
+    parts = [
+        words(f"{len(view.experts)} layers of {len(worst.counts)} experts{per_token}"),
+        words(("worst max/mean ", ""), (units.significant(worst.max_over_mean), _alarm(worst.max_over_mean))),
+        words(("dead ", ""), (str(dead), ATTENTION if dead else STRONG)),
+        words(f"counted {clean(view.expert_method or units.NA, 24)}, {padding}"),
+    ]
+    return flow(parts, width)

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from ft_insight import units
 from ft_insight.records import Device
-from ft_insight.run import GpuView, Points, RunView
+from ft_insight.run import GpuView, RunView
 from ft_insight.tui.frame import Frame
 from ft_insight.tui.widgets.plots import Axis, bar, chart, spark, tick, trend
 from ft_insight.tui.widgets.text import (
@@ -17,7 +17,6 @@ from ft_insight.tui.widgets.text import (
     QUIET,
     STRONG,
     Cell,
-    beside,
     clean,
     cut,
     figure,
@@ -41,7 +40,7 @@ def overview_lines(frame: Frame, width: int, height: int) -> list[Text]:
     if height >= 7 * len(view.gpus):
         return _roomy(view, width, height)
     if height > len(view.gpus) > 2:
-        return [*_table(view), cut(joined(_allocator(view)), width)][:height]
+        return [*_table(view), *flow(_allocator(view), width)][:height]
     each = 2 if len(view.gpus) * 2 <= height else 1
     shown = len(view.gpus) if len(view.gpus) * each <= height else max(1, (height - 1) // each)
     lines = [line for n, gpu in enumerate(view.gpus[:shown]) for line in _rows(view, gpu, n, width)[:each]]
@@ -56,10 +55,10 @@ def _table(view: RunView) -> list[Text]:
         now = gpu.latest
         part = _part(now.memory_used_bytes, now.memory_total_bytes)
         used = figure(units.size(now.memory_used_bytes), ATTENTION if part and part >= FULL else STRONG)
-        shares = [figure(_percent(now.gpu_percent)), figure(_percent(now.sm_percent))]
+        shares = [figure(percent(now.gpu_percent)), figure(percent(now.sm_percent))]
         memory = words(used, f" of {units.size(now.memory_total_bytes)}")
-        rows.append([str(number), *shares, memory, _watts(gpu, ""), _celsius(now.temperature_c)])
-    return table(rows, ">>>>>>")
+        rows.append([str(number), *shares, memory, watts(gpu, ""), celsius(now.temperature_c)])
+    return table(rows, ">>>>>>", gap=1)
 
 
 def _roomy(view: RunView, width: int, height: int) -> list[Text]:
@@ -71,35 +70,32 @@ def _roomy(view: RunView, width: int, height: int) -> list[Text]:
         now = gpu.latest
         drawn = spare >= 4 and bool(gpu.gpu_percent)
         key = words(("━ ", CURVE), "util over time") if drawn else Text()
-        lines.append(joined([_called(view, gpu, number, 30), _celsius(now.temperature_c), key]))
+        lines.append(joined([_called(view, gpu, number, 30), celsius(now.temperature_c), key]))
         lines += _block(gpu, width)
         if drawn:
-            lines += chart(
-                trend(gpu.gpu_percent), width, min(spare, 12), _axis("%", 100.0), Axis(units.clock)
-            )
+            lines += chart(trend(gpu.gpu_percent), width, min(spare, 12), scale("%", 100.0), Axis(units.clock))
     return [*lines, *below]
 
 
 def _block(gpu: GpuView, width: int) -> list[Text]:
     now = gpu.latest
-    part = _part(now.memory_used_bytes, now.memory_total_bytes)
+    filled = _part(now.memory_used_bytes, now.memory_total_bytes)
     limit = now.power_limit_w
     percents = ((now.gpu_percent, "util"), (now.sm_percent, "SM"))
     rows: list[tuple[Text, Text, float | None, str]] = [
-        (Text(name), figure(_percent(value)), None if value is None else value / 100, CURVE)
-        for value, name in percents
+        (Text(name), figure(percent(value)), None if value is None else value / 100, CURVE) for value, name in percents
     ]
-    rows.append((Text("memory"), _used(gpu), part, _full_colour(part)))
-    watts = now.power_w
-    rows.append(
-        (Text("power"), _watts(gpu, ""), watts / limit if watts is not None and limit else None, CURVE)
-    )
+    rows.append((Text("memory"), _used(gpu), filled, _full_colour(filled)))
+    drawn = now.power_w
+    rows.append((Text("power"), watts(gpu, ""), drawn / limit if drawn is not None and limit else None, CURVE))
     figures = table([row[:2] for row in rows], "<<")
-    room = min(60, width - max(line.cell_len for line in figures) - 2)
-    return [
-        words(line, "  ", bar(row[2], room, row[3])) if row[2] is not None and room > 5 else line
-        for line, row in zip(figures, rows, strict=True)
-    ]
+    widest = max(line.cell_len for line in figures)
+    room = min(60, width - widest - 2)
+    lines = []
+    for line, (_, _, part, style) in zip(figures, rows, strict=True):
+        space = " " * (widest - line.cell_len + 2)
+        lines.append(line if part is None or room < 6 else words(line, space, bar(part, room, style)))
+    return lines
 
 
 def _called(view: RunView, gpu: GpuView, number: int, most: int) -> Text:
@@ -107,7 +103,7 @@ def _called(view: RunView, gpu: GpuView, number: int, most: int) -> Text:
 
 
 def _used(gpu: GpuView) -> Text:
-    return words(_size(gpu.latest.memory_used_bytes), f" of {units.size(gpu.latest.memory_total_bytes)}")
+    return words(sized(gpu.latest.memory_used_bytes), f" of {units.size(gpu.latest.memory_total_bytes)}")
 
 
 def _full_colour(part: float | None) -> str:
@@ -123,10 +119,10 @@ def gpu_title(frame: Frame) -> Text:
 def _rows(view: RunView, gpu: GpuView, number: int, width: int) -> list[Text]:
     now = gpu.latest
     figures = [
-        words(("util ", ""), figure(_percent(now.gpu_percent))),
-        words(("SM ", ""), figure(_percent(now.sm_percent))),
-        _watts(gpu),
-        _celsius(now.temperature_c),
+        words(("util ", ""), figure(percent(now.gpu_percent))),
+        words(("SM ", ""), figure(percent(now.sm_percent))),
+        watts(gpu),
+        celsius(now.temperature_c),
     ]
     spare = width - joined([Text(f"GPU {number}"), *figures]).cell_len - 1
     facts = joined([_called(view, gpu, number, max(0, min(22, spare))), *figures])
@@ -138,9 +134,7 @@ def _rows(view: RunView, gpu: GpuView, number: int, width: int) -> list[Text]:
     room = min(width - used.cell_len - 5, 60)
     if part is not None and room > 5:
         style = _full_colour(part)
-        used = words(
-            used, bar(part, room, style), (f" {units.share(part)}", style if part >= FULL else QUIET)
-        )
+        used = words(used, bar(part, room, style), (f" {units.share(part)}", style if part >= FULL else QUIET))
     return [facts, used]
 
 
@@ -158,9 +152,9 @@ def _without_gpu(frame: Frame, width: int, height: int) -> list[Text]:
 
 def no_gpu_reason(view: RunView) -> str:
     """Say why there are no GPU statistics: the collector's own words, or the lack of a GPU."""
-    reasons = _reasons(view)
-    if reasons:
-        return reasons[0]
+    told = reasons(view)
+    if told:
+        return told[0]
     devices = view.header.devices if view.header else ()
     if devices and all(d.kind != "cuda" for d in devices):
         kinds = ", ".join(sorted({clean(d.kind, 12) for d in devices}))
@@ -168,7 +162,8 @@ def no_gpu_reason(view: RunView) -> str:
     return "none in the log yet"
 
 
-def _reasons(view: RunView) -> list[str]:
+def reasons(view: RunView) -> list[str]:
+    """List what the collectors said of GPUs, the reasons for being off first."""
     told = [n for n in view.notices if any(w in n.collector.lower() for w in ("gpu", "nvml"))]
     return [clean(n.text) for n in sorted(told, key=lambda n: not n.off)]
 
@@ -180,7 +175,7 @@ def _allocator(view: RunView) -> list[Text]:
         ("reserved ", memory.reserved_bytes if memory else None),
         ("process RSS ", memory.rss_bytes if memory else None),
     )
-    return [words((name, ""), _size(value)) for name, value in facts]
+    return [words((name, ""), sized(value)) for name, value in facts]
 
 
 def gpu_name(view: RunView, gpu: GpuView) -> str:
@@ -194,94 +189,19 @@ def _device(view: RunView, gpu: GpuView) -> Device | None:
     return next((d for d in devices if d.uuid == gpu.latest.uuid), None)
 
 
-# the page
-
-
-def memory_table(frame: Frame, width: int, height: int) -> list[Text]:
-    """Draw every memory figure of the process."""
-    memory = frame.view.memory
-    names = (
-        ("torch allocated", "allocated_bytes"),
-        ("torch reserved", "reserved_bytes"),
-        ("torch peak allocated", "peak_allocated_bytes"),
-        ("torch peak reserved", "peak_reserved_bytes"),
-        ("process RSS on the host", "rss_bytes"),
-    )
-    cells: list[list[Cell]] = [
-        [label, _size(getattr(memory, name) if memory else None)] for label, name in names
-    ]
-    return table(cells, "<>") if width < 70 or height < 1 else _two_columns(cells)
-
-
-def _two_columns(cells: list[list[Cell]]) -> list[Text]:
-    half = -(-len(cells) // 2)
-    left = table(cells[:half], "<>")
-    return beside(left, table(cells[half:], "<>"), left[0].cell_len, 6)
-
-
-def gpu_lines(frame: Frame, width: int, height: int) -> list[Text]:
-    """Draw the curves of every GPU over the time of the run."""
-    view = frame.view
-    if not view.gpus:
-        return wrap(f"no GPU statistics: {no_gpu_reason(view)}", width, QUIET) if not frame.waiting else []
-    across = 2 if width >= 96 else 1
-    lines: list[Text] = []
-    for number, gpu in enumerate(view.gpus):
-        lines += [_heading(view, gpu, number, width), *_plots(gpu, width, height - 9, across)]
-    for reason in _reasons(view):
-        lines += wrap(reason, width, QUIET)
-    return lines
-
-
-def _heading(view: RunView, gpu: GpuView, number: int, width: int) -> Text:
-    now = gpu.latest
-    facts = [
-        words((f"GPU {number}", STRONG), f" {clean(gpu_name(view, gpu), 40)}"),
-        words("DRAM ", figure(_percent(now.dram_percent))),
-        words("memory controller ", figure(_percent(now.memory_controller_percent))),
-        words("this process ", _size(now.process_memory_bytes)),
-        words("SM clock ", figure(f"{units.count(now.sm_clock_mhz)} MHz" if now.sm_clock_mhz else units.NA)),
-        _celsius(now.temperature_c),
-    ]
-    return cut(joined(facts), width)
-
-
-def _plots(gpu: GpuView, width: int, height: int, across: int) -> list[Text]:
-    now = gpu.latest
-    total = now.memory_total_bytes / units.GIB if now.memory_total_bytes else None
-    gib = tuple((x, y / units.GIB) for x, y in gpu.memory_used_bytes)
-    of = f" of {units.size(now.memory_total_bytes)}"
-    limit = now.power_limit_w
-    wanted: list[tuple[Text, Points, Axis]] = [
-        (words(("utilisation ", ""), figure(_percent(now.gpu_percent))), gpu.gpu_percent, _axis("%", 100.0)),
-        (words(("SM active ", ""), figure(_percent(now.sm_percent))), gpu.sm_percent, _axis("%", 100.0)),
-        (words(("memory ", ""), _size(now.memory_used_bytes), of), gib, _axis(" GiB", total)),
-        (words(("power ", ""), _watts(gpu, "")), gpu.power_w, _axis(" W", limit)),
-    ]
-    column = (width - 3 * (across - 1)) // across
-    drawn = [w for w in wanted if w[1] or across > 1]
-    tall = max(6, height // max(1, -(-len(drawn) // across)))
-    blocks = [
-        [head, *chart(trend(points), column, tall - 1, axis, Axis(units.clock))]
-        for head, points, axis in drawn
-    ]
-    lines = [head for head, points, _ in wanted if not points and across == 1]
-    for i in range(0, len(blocks), across):
-        pair = blocks[i : i + across]
-        lines += beside(pair[0], pair[1], column, 3) if len(pair) == 2 else pair[0]
-    return lines
-
-
-def _axis(unit: str, high: float | None) -> Axis:
+def scale(unit: str, high: float | None) -> Axis:
+    """Return an axis from 0 in a unit."""
     text: Callable[[float], str] = lambda v: f"{tick(v)}{unit}"  # noqa: E731
     return Axis(text, low=0.0, high=high)
 
 
-def _percent(value: float | None) -> str:
+def percent(value: float | None) -> str:
+    """Write a figure that NVML gives in percent."""
     return units.NA if value is None else units.share(value / 100)
 
 
-def _size(value: float | None) -> Text:
+def sized(value: float | None) -> Text:
+    """Write bytes to be read first."""
     return figure(units.size(value))
 
 
@@ -289,14 +209,16 @@ def _part(used: int | None, total: int | None) -> float | None:
     return used / total if used is not None and total else None
 
 
-def _watts(gpu: GpuView, unknown: str = "power ") -> Text:
-    watts, limit = gpu.latest.power_w, gpu.latest.power_limit_w
-    if watts is None:
+def watts(gpu: GpuView, unknown: str = "power ") -> Text:
+    """Write the power drawn, of its limit."""
+    drawn, limit = gpu.latest.power_w, gpu.latest.power_limit_w
+    if drawn is None:
         return words((unknown, ""), figure(units.NA))
-    return words((units.count(watts), STRONG), f" of {units.count(limit)} W" if limit else " W")
+    return words((units.count(drawn), STRONG), f" of {units.count(limit)} W" if limit else " W")
 
 
-def _celsius(value: float | None) -> Text:
+def celsius(value: float | None) -> Text:
+    """Write a temperature; a hot one asks for attention."""
     if value is None:
         return Text()
     return Text(f"{units.count(value)} °C", ATTENTION if value >= HOT_C else STRONG)

@@ -1,4 +1,4 @@
-"""What the reader should know: the log's notices, and what is wrong with the run or its log."""
+"""What the reader should know: findings, the log's notices, and what is wrong with the run or its log."""
 
 from __future__ import annotations
 
@@ -8,20 +8,15 @@ from ft_insight import units
 from ft_insight.run import RunView
 from ft_insight.tui.frame import Frame
 from ft_insight.tui.widgets.text import ATTENTION, QUIET, STRONG, clean, figure, words, wrap
+from ft_insight.verdict import findings
 
 
 def notice_texts(view: RunView) -> list[tuple[str, str]]:
     """List all there is to tell, what needs attention first: pairs of text and style."""
-    found = [(f"{clean(name, 40)} was not finite when last logged", ATTENTION) for name in view.nonfinite]
-    if view.skipped_steps:
-        found.append(
-            (f"{units.count(view.skipped_steps)} steps were skipped by the gradient scaler", ATTENTION)
-        )
+    found = [(clean(finding.text, 240), ATTENTION) for finding in findings(view)]
     for number, what in ((view.malformed_lines, "malformed"), (view.unknown_lines, "of unknown type")):
         if number:
-            found.append(
-                (f"{units.count(number)} lines of the log are {what} and were passed over", ATTENTION)
-            )
+            found.append((f"{units.count(number)} lines of the log are {what} and were passed over", ATTENTION))
     told = sorted(view.notices, key=lambda n: not n.off)
     found += [
         (f"{clean(n.collector, 24)}{' off' if n.off else ''}: {clean(n.text)}", ATTENTION if n.off else "")
@@ -50,7 +45,7 @@ def notice_lines(frame: Frame, width: int, height: int) -> list[Text]:
 
 def all_notices(frame: Frame, width: int) -> list[Text]:
     """Write all of them in full."""
-    lines = [Text("notices", STRONG)]
+    lines = [Text("findings and notices", STRONG)]
     for text, style in notice_texts(frame.view):
         sign = ("▲ ", style) if style else ("· ", QUIET)
         block = wrap(text, width - 2, "", most=20)
@@ -61,4 +56,4 @@ def all_notices(frame: Frame, width: int) -> list[Text]:
 def notice_title(frame: Frame) -> Text:
     """Head the list with the number of entries."""
     count = len(notice_texts(frame.view))
-    return words(("notices", ""), *((" · ", figure(str(count))) if count else ()))
+    return words(("findings and notices", ""), *((" · ", figure(str(count))) if count else ()))

@@ -32,12 +32,12 @@ class Panel(Widget):
         title = Text(self._heading) if isinstance(self._heading, str) else self._heading(frame)
         title = cut(title, max(10, self.size.width - 4))
         self.border_title = title if self.styles.border_left[0] else Text(" ") + title + Text(" ")
-        grown = (
-            self.styles.is_auto_height
-            and self.size.width > 0
-            and self._lines != len(self._draw(self.size.width))
-        )
+        grown = self.styles.is_auto_height and self.size.width > 0 and self._lines != len(self._draw(self.size.width))
         self.refresh(layout=grown)
+
+    def on_resize(self) -> None:
+        """Fit title and drawing to the new size."""
+        self.show(self._shown)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
         """Tell the layout how many lines the drawing takes."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 
 from rich.text import Text
 
@@ -148,7 +149,7 @@ def _tick_rows(low: float, high: float, rows: int, text: Callable[[float], str])
     wanted = max(1, min(4, rows // 2))
     raw = (high - low) / wanted
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.75)
     found = {}
     value = math.ceil(low / step - 1e-9) * step
     while value <= high + step * 1e-9:
@@ -184,9 +185,7 @@ class _Canvas:
     def _stroke(self, a: tuple[int, int], b: tuple[int, int], style: str) -> None:
         length = max(abs(b[0] - a[0]), abs(b[1] - a[1]), 1)
         for i in range(length + 1):
-            self._dot(
-                a[0] + round((b[0] - a[0]) * i / length), a[1] + round((b[1] - a[1]) * i / length), style
-            )
+            self._dot(a[0] + round((b[0] - a[0]) * i / length), a[1] + round((b[1] - a[1]) * i / length), style)
 
     def _dot(self, x: int, y: int, style: str) -> None:
         if 0 <= x < self._width * 2 and 0 <= y < self._height * 4:
@@ -194,10 +193,12 @@ class _Canvas:
             row[x // 2] = (row.get(x // 2, (0, ""))[0] | _DOTS[y % 4][x % 2], style)
 
     def line(self, row: int) -> Text:
-        text = Text()
-        cells = self._cells[row]
-        for x in range(self._width):
-            bits, style = cells.get(x, (0, ""))
-            sign, own = self._signs.get((row, x), ("", ""))
-            text.append(sign or (chr(0x2800 + bits) if bits else " "), own or style)
-        return text
+        cells = [self._cell(row, x) for x in range(self._width)]
+        runs = groupby(cells, key=itemgetter(1))
+        return Text.assemble(*(("".join(sign for sign, _ in run), style) for style, run in runs))
+
+    def _cell(self, row: int, x: int) -> tuple[str, str]:
+        if (row, x) in self._signs:
+            return self._signs[row, x]
+        bits, style = self._cells[row].get(x, (0, ""))
+        return (chr(0x2800 + bits), style) if bits else (" ", "")

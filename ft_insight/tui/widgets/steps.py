@@ -55,11 +55,10 @@ def waiting_lines(frame: Frame, width: int) -> list[Text]:
 def step_title(frame: Frame) -> Text:
     """Head the phases with the time of a step."""
     view = frame.view
-    return words(
-        ("step ", ""),
-        figure(units.duration(view.step_s)),
-        f" · median of the last {min(RECENT_STEPS, view.totals.steps)}",
-    )
+    if view.step_s is None:
+        return Text("step")
+    of = min(RECENT_STEPS, view.totals.steps)
+    return words(("step ", ""), figure(units.duration(view.step_s)), f" · median of the last {of}")
 
 
 def step_lines(frame: Frame, width: int, height: int) -> list[Text]:
@@ -126,9 +125,7 @@ def phase_table(frame: Frame, width: int, height: int) -> list[Text]:
             ]
         )
     whole = sum(p.seconds for p in view.phases) / steps
-    rows.append(
-        [words(("  a step", "")), figure(units.duration(whole)), "", _recent_step(frame, late), "", ""]
-    )
+    rows.append([words(("  a step", "")), figure(units.duration(whole)), "", _recent_step(frame, late), "", ""])
     return [stacked(view.phases, width), *table(rows, "<>>>><")]
 
 
@@ -140,10 +137,7 @@ def outside_table(frame: Frame, width: int, height: int) -> list[Text]:
     """Draw what the time outside of steps went to, and how well the ledger adds up."""
     view = frame.view
     rows: list[list[Cell]] = [["what", "total", "of elapsed"]]
-    rows += [
-        [Text(clean(p.name, 24)), figure(units.duration(p.seconds)), units.share(p.share)]
-        for p in view.outside
-    ]
+    rows += [[Text(clean(p.name, 24)), figure(units.duration(p.seconds)), units.share(p.share)] for p in view.outside]
     if not view.outside:
         rows.append(["nothing so far", "", ""])
     left = view.unaccounted_s if not frame.waiting else None
@@ -165,9 +159,7 @@ def outside_title(frame: Frame) -> Text:
 
 def clock_title(frame: Frame) -> Text:
     """Head the ledger with the clock that measured it."""
-    clock = {"cuda": "the GPU's", "host": "the host's"}.get(
-        frame.view.phase_clock, clean(frame.view.phase_clock, 20)
-    )
+    clock = {"cuda": "the GPU's", "host": "the host's"}.get(frame.view.phase_clock, clean(frame.view.phase_clock, 20))
     return words(("phases of a step", ""), f" · by {clock} clock")
 
 

@@ -8,7 +8,7 @@ from ft_insight import units
 from ft_insight.run import Points, RunView
 from ft_insight.tui.frame import Frame
 from ft_insight.tui.widgets.plots import Axis, Layer, chart, spark, tick, trend
-from ft_insight.tui.widgets.text import ATTENTION, MARK, QUIET, clean, figure, joined, words
+from ft_insight.tui.widgets.text import ATTENTION, CURVE, MARK, QUIET, clean, figure, joined, words
 
 NOT_FINITE = "NaN/inf"
 
@@ -17,9 +17,7 @@ def throughput_lines(frame: Frame, width: int, height: int) -> list[Text]:
     """Draw queries and tokens per second, the share of padding, and the curve of queries per second."""
     view = frame.view
     points = view.curves.get("queries_per_s", ())
-    now = words(
-        ("queries/s ", ""), _rate(view.recent.queries_per_s), f" now, {_plain(view.rates.queries_per_s)} mean"
-    )
+    now = words(("queries/s ", ""), _rate(view.recent.queries_per_s), f" now, {_plain(view.rates.queries_per_s)} mean")
     tokens = joined(
         [
             words(("tokens/s ", ""), _rate(view.recent.real_tokens_per_s)),
@@ -29,6 +27,7 @@ def throughput_lines(frame: Frame, width: int, height: int) -> list[Text]:
     )
     if height < 6:
         return [_with_spark(now, points, width, 0.0), tokens]
+    now = words(("━ " if points else "", CURVE), now)
     curve = chart(trend(points), width, height - 2, Axis(tick, low=0.0), Axis(_step))
     return [now, tokens, *(curve or [Text("no curve before the second step", QUIET)])]
 
@@ -41,8 +40,12 @@ def loss_lines(frame: Frame, width: int, height: int) -> list[Text]:
     tall = height >= 6
     dots = view.curves.get(evaluation or "", ()) if tall else ()
     sign = Text("• " if dots else "", MARK)
+    line = Text("━ " if points and tall else "", CURVE)
     first = joined(
-        [_logged(view, "loss", "loss"), words(sign, _logged(view, evaluation or "eval_loss", "eval"))]
+        [
+            words(line, _logged(view, "loss", "loss")),
+            words(sign, _logged(view, evaluation or "eval_loss", "eval")),
+        ]
     )
     second = joined(
         [
