@@ -34,6 +34,7 @@ class FtInsightCallback(TrainerCallback):  # type: ignore[misc]
     span       evaluations and saves
     logs       loss, gradient norm, learning rate and all else that the trainer logs
     experts    tokens per expert and layer
+    layers     time per layer and kind of layer, on sampled steps
     gpu        NVML readings, twice a second
     fit        step time against slots, at the end
     projection hours and dollars of the whole job, here and on other GPUs
@@ -46,15 +47,24 @@ class FtInsightCallback(TrainerCallback):  # type: ignore[misc]
             ``FT_INSIGHT_LOG``, else a new folder under ``ft_insight_runs/``. An existing file is never
             overwritten: the same run, resumed, is appended; another one gets a new name.
         price: What this machine costs, in US dollars per hour, all its GPUs together.
+        layers_every: Time layers on every so many steps: 1 is each step, 0 none. By default as often as a budget of
+            half a percent of the run's time allows, by what it has cost so far.
 
     Raises:
-        ValueError: If ``price`` is not a non-negative number.
+        ValueError: If ``price`` is not a number of 0 or more, or ``layers_every`` not such a whole number.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None, price: float | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        price: float | None = None,
+        layers_every: int | None = None,
+    ) -> None:
         if price is not None and not (isinstance(price, int | float) and math.isfinite(price) and price >= 0):
             raise ValueError(f"price must be US dollars per hour, 0 or more, not {price!r}")
-        self._options = Options(os.fspath(path) if path is not None else None, price)
+        if layers_every is not None and not (isinstance(layers_every, int) and layers_every >= 0):
+            raise ValueError(f"layers_every must be a whole number of steps, 0 or more, not {layers_every!r}")
+        self._options = Options(os.fspath(path) if path is not None else None, price, layers_every)
         self._session: Session | None = None
         self._trainer: weakref.ref[Any] | None = None
 

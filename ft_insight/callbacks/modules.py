@@ -134,7 +134,7 @@ def kind_of(module: nn.Module, routers: set[int]) -> str | None:
         return "norm" if parameters or "norm" in type(inner).__name__.lower() else None
     if any(isinstance(m, nn.Conv1d) or hasattr(m, "A_log") for m in inner.modules()):
         return "mamba"
-    arguments = set(attempt(lambda: inspect.signature(inner.forward).parameters) or ())
+    arguments = set(attempt(lambda: inspect.signature(type(inner).forward).parameters) or ())
     if arguments & ATTENTION_ARGUMENTS:
         return "attention"
     return "mlp" if _weights(inner, 2) else "other"
