@@ -35,12 +35,15 @@ class LayerLoad:
 
     @property
     def max_over_mean(self) -> float:
-        """Busiest expert's load over the mean load: 1 is even, the number of experts is total collapse."""
-        return max(self.shares) / self.ideal
+        """Busiest expert's load over the mean load: 1 is even, the number of experts is collapse; 0 of nothing."""
+        total = sum(self.counts)
+        return max(self.counts) * len(self.counts) / total if total else 0.0
 
     @property
     def cv(self) -> float:
-        """Coefficient of variation of the load over experts, standard deviation (n) over mean."""
+        """Coefficient of variation of the load over experts, standard deviation (n) over mean; 0 of nothing."""
+        if not sum(self.counts):
+            return 0.0
         spread = sum((share - self.ideal) ** 2 for share in self.shares) / len(self.counts)
         return math.sqrt(spread) / self.ideal
 

@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ft_insight.runlog import Follower, RunLogError, rank_files, writer_is_gone
 from ft_insight.run import RunState, RunView, combine
+from ft_insight.runlog import SILENT_S, Follower, RunLogError, rank_files, writer_is_gone
 from ft_insight.units import duration
 
 
@@ -37,7 +37,8 @@ class RunReader:
 
     def poll(self) -> bool:
         """Read a few megabytes of what is new; True if anything was, and so there may be more at once."""
-        return any([self._poll_one(file) for file in rank_files(self.path)])
+        news = [self._poll_one(file) for file in rank_files(self.path)]
+        return any(news)  # of a list: every rank is to be read, not only up to the first with news
 
     def _poll_one(self, file: Path) -> bool:
         if file not in self._logs:
@@ -57,8 +58,15 @@ class RunReader:
             replace(state.view(), unknown_lines=follower.unknown, malformed_lines=follower.malformed)
             for follower, state in self._logs.values()
         ]
-        known = [v for v in views if v.header is not None]
-        return combine(known) if known else RunView()
+        known = [(v.header, v) for v in views if v.header is not None]
+        if not known:
+            return RunView()
+        known.sort(key=lambda pair: pair[0].rank)
+        lead = known[0][0]
+        # what a bigger run of the same name left behind is no rank of this one
+        return combine(
+            [v for h, v in known if h.run_id == lead.run_id and h.rank < max(1, lead.world_size)] or [known[0][1]]
+        )
 
     def status(self, view: RunView) -> Status:
         """Say how the run stands, from its last record and from whether its process is there."""
@@ -73,8 +81,8 @@ class RunReader:
             return Status("stopped", f"stopped without an end record, after step {view.step}")
         if gone is None and modified_at is not None:
             age = time.time() - modified_at
-            if age > 15:
-                return Status("silent", f"silent for {duration(age)}")
+            if age > SILENT_S:
+                return Status("silent", f"no end record, and silent for {duration(age)}, after step {view.step}")
         return Status("live", "live")
 
 

@@ -354,7 +354,68 @@ class End(Base, frozen=True, kw_only=True, tag="end"):
     """As in ``Step``: what came after the last step."""
 
 
-Record = Header | Step | Span | Logs | Experts | Layers | Gpu | Notice | Heartbeat | Fit | Projection | End
+class KernelRole(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """All operators or kernels of one role, in one kind of part and one pass."""
+
+    kind: str
+    """Kind of the part of the model that launched them, ``model`` for what is between parts, ``outside`` of it."""
+    role: str
+    """What they do there: ``matmul_w1_w3``, ``dequantise``, ``attention`` ..."""
+    pass_name: str
+    """``forward``, ``recompute``, ``backward``, ``optimizer`` or ``outside``."""
+    seconds: float
+    share: float
+    """Of the time of all roles."""
+    calls: int
+    flops: float | None = None
+    """From shapes: matrix products, convolutions and attention only."""
+    bytes: float | None = None
+    """From shapes: each operand once, the least that must move; not told for gathering and scattering."""
+    theoretical_occupancy_percent: float | None = None
+    """Computed from launch shape and card, weighted by time. It is not measured, whatever the trace calls it."""
+    blocks_per_sm: float | None = None
+    sm_percent: float | None = None
+    """Measured by Nsight Compute, weighted by time, as in the paper's Fig. 9."""
+    memory_percent: float | None = None
+    """Measured by Nsight Compute, weighted by time, as in the paper's Fig. 10."""
+    ncu_coverage: float | None = None
+    """Share of this role's time whose kernels are in Nsight Compute's report."""
+    flops_share: float | None = None
+    """Of what the card could have computed in that time, by its published peak."""
+    bandwidth_share: float | None = None
+
+
+class KernelName(msgspec.Struct, frozen=True, array_like=True):
+    """One kernel by its own name. Written as an array, for there are many."""
+
+    name: str
+    kind: str
+    role: str
+    pass_name: str
+    seconds: float
+    calls: int
+
+
+class Kernels(Base, frozen=True, kw_only=True, tag="kernels"):
+    """One step by what it computes: every operator or kernel that a profiler saw, by role."""
+
+    step: int
+    t_s: float
+    clock: str
+    """``host``: times are of operators, without what they call. ``cuda``: of kernels on the device."""
+    window_s: float
+    busy_s: float
+    """Of the window: operators running, or on a device at least one kernel."""
+    idle_s: float | None = None
+    """Of the window: no kernel running on the device."""
+    roles: tuple[KernelRole, ...]
+    names: tuple[KernelName, ...] = ()
+    """Kernels of the device, longest first, by which Nsight Compute's figures are told by role."""
+    trace: str | None = None
+    """Name of the chrome trace beside the log, where it was asked for."""
+
+
+Record = Header | Step | Span | Logs | Experts | Layers | Kernels | Gpu | Notice | Heartbeat | Fit | Projection | End
 """Every line of a log is one of these."""
 
 

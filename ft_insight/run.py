@@ -78,6 +78,8 @@ class RunView:
     end: r.End | None = None
     segments: int = 0
     ranks: int = 1
+    data_ranks: int = 1
+    """Ranks whose work the totals and rates hold: those that saw different data."""
     step: int = 0
     total_steps: int | None = None
     epoch: float | None = None
@@ -157,6 +159,7 @@ class RunState:
     def __init__(self) -> None:
         self._notices: dict[tuple[str, str], r.Notice] = {}
         self._earlier_s = 0.0
+        self._clock_s = 0.0
         self._segments = 0
         self._curves: dict[str, CurveBuilder] = {}
         self._start_segment(None)
@@ -226,20 +229,22 @@ class RunState:
         self._skipped += bool(step.skipped)
         self._note_outside(step.before_s)
         first = self._sums.steps == 0
-        self._sums.add(step)
+        work = _work(step)
+        self._sums.add(step, work)
         self._last.append(step)
         self._note_memory(step)
         if first:
             return
-        self._warm.add(step)
+        self._warm.add(step, work)
         for micro in step.micro:
             self._micro.add(micro)
         compute = [m.compute_s for m in step.micro if m.compute_s is not None]
         if len(compute) == len(step.micro) and compute:
             self._rest.add(step.wall_s - sum(compute))
-        rates = _rates(_Sums.of([step]))
-        self._curve("queries_per_s").add(step.step, rates.queries_per_s)
-        self._curve("real_tokens_per_s").add(step.step, rates.real_tokens_per_s)
+        if step.wall_s > 0:
+            for name, count in (("queries_per_s", work[0]), ("real_tokens_per_s", work[2])):
+                if count is not None:
+                    self._curve(name).add(step.step, count / step.wall_s)
         self._curve("step_s").add(step.step, step.wall_s)
 
     def _note_memory(self, step: r.Step) -> None:
@@ -264,7 +269,9 @@ class RunState:
 
     def _on_logs(self, logs: r.Logs) -> None:
         self._logs.update(logs.values)
-        self._nonfinite = logs.nonfinite
+        # an evaluation logs other names: what it does not speak of stays as it was
+        kept = tuple(name for name in self._nonfinite if name not in logs.values)
+        self._nonfinite = (*kept, *logs.nonfinite)
         for name, value in logs.values.items():
             self._curve(name).add(logs.step, value)
 
@@ -289,7 +296,10 @@ class RunState:
         self._note_outside(end.before_s)
 
     def _curve(self, name: str) -> CurveBuilder:
-        return self._curves.setdefault(name, CurveBuilder())
+        curve = self._curves.get(name)
+        if curve is None:
+            curve = self._curves[name] = CurveBuilder()
+        return curve
 
     # the snapshot
 
@@ -340,7 +350,7 @@ class RunState:
             mean_evaluation_s=self._mean_span("evaluation"),
             mean_save_s=self._mean_span("saving"),
             memory_points=tuple(self._memory_points.values()),
-            self_share=self._sums.self_s / self._sums.wall_s if self._sums.wall_s else None,
+            self_share=self._sums.self_share(),
             skipped_steps=self._skipped,
             fit=self._fit,
             projection=self._projection,
@@ -374,44 +384,66 @@ class _GpuState:
         return GpuView(self._latest, **{name: curve.points() for name, curve in self._curves.items()})
 
 
+_COUNTS = ("queries", "slots", "real_tokens", "loss_tokens")
+_Work = tuple[int | None, int | None, int | None, int | None]
+"""What ``_COUNTS`` names, in that order."""
+
+
+def _plus(one: int | None, other: int | None) -> int | None:
+    return None if one is None or other is None else one + other
+
+
+def _work(step: r.Step) -> _Work:
+    """Sum a step's micro-batches. It runs for every step of a log, so it is written for speed."""
+    if not step.micro:
+        return None, None, None, None
+    first, *rest = step.micro
+    work = (first.queries, first.slots, first.real_tokens, first.loss_tokens)
+    for m in rest:
+        a, b, c, d = work
+        work = (_plus(a, m.queries), _plus(b, m.slots), _plus(c, m.real_tokens), _plus(d, m.loss_tokens))
+    return work
+
+
 class _Sums:
     """Sums over steps. A count that one micro-batch lacks is unknown for all."""
-
-    _COUNTS = ("queries", "slots", "real_tokens", "loss_tokens")
 
     def __init__(self) -> None:
         self.steps = 0
         self.micro = 0
         self.wall_s = 0.0
-        self.self_s = 0.0
+        self.self_s: float | None = None
         self.phases: dict[str, float] = {}
-        self._counts: dict[str, int | None] = dict.fromkeys(self._COUNTS, 0)
+        self._work: _Work = (0, 0, 0, 0)
 
     @classmethod
     def of(cls, steps: Iterable[r.Step]) -> _Sums:
         sums = cls()
         for step in steps:
-            sums.add(step)
+            sums.add(step, _work(step))
         return sums
 
-    def add(self, step: r.Step) -> None:
+    def add(self, step: r.Step, work: _Work) -> None:
         self.steps += 1
         self.micro += len(step.micro)
         self.wall_s += step.wall_s
-        self.self_s += step.self_s or 0.0
+        if step.self_s is not None:
+            self.self_s = (self.self_s or 0.0) + step.self_s
+        phases = self.phases
         for name, seconds in step.phases_s.items():
-            self.phases[name] = self.phases.get(name, 0.0) + seconds
-        for name in self._COUNTS:
-            values = [getattr(m, name) for m in step.micro]
-            known = self._counts[name]
-            missing = known is None or not values or None in values
-            self._counts[name] = None if missing else known + sum(values)  # type: ignore[operator]
+            phases[name] = phases.get(name, 0.0) + seconds
+        a, b, c, d = self._work
+        e, f, g, h = work
+        self._work = (_plus(a, e), _plus(b, f), _plus(c, g), _plus(d, h))
+
+    def self_share(self) -> float | None:
+        return self.self_s / self.wall_s if self.self_s is not None and self.wall_s else None
 
     def gap(self) -> float | None:
         return sum(self.phases.values()) / self.wall_s - 1 if self.wall_s else None
 
     def totals(self) -> Totals:
-        return Totals(self.steps, **self._counts) if self.steps else Totals()
+        return Totals(self.steps, *self._work) if self.steps else Totals()
 
 
 def _rates(sums: _Sums) -> Rates:
@@ -439,34 +471,55 @@ def _shares(parts: dict[str, float], order: tuple[str, ...], whole: float | None
 def combine(views: list[RunView]) -> RunView:
     """Merge the views of one run's ranks: rank 0 leads, work and expert counts are summed, GPUs stand side by side."""
     lead, *others = views
+    missing = _missing_ranks(lead.header, len(views))
     if not others:
-        return lead
+        return dataclasses.replace(lead, notices=(*lead.notices, *missing)) if missing else lead
     gpus_of = views
-    # ranks that share their data (tensor parallelism) must not count it twice
-    different = lead.header.data_parallel_size if lead.header else None
-    if different is not None and different < len(views):
-        views = views[:different]
+    views = _with_different_data(views)
     return dataclasses.replace(
         lead,
         ranks=len(gpus_of),
-        totals=Totals(lead.totals.steps, *(_sum_known([v.totals for v in views], name) for name in _Sums._COUNTS)),
+        data_ranks=len(views),
+        totals=Totals(lead.totals.steps, *(_sum_known([v.totals for v in views], name) for name in _COUNTS)),
         rates=_sum_rates([v.rates for v in views]),
         recent=_sum_rates([v.recent for v in views]),
         gpus=tuple(gpu for v in gpus_of for gpu in v.gpus),
         experts=ExpertTally.merged([v.experts for v in views]),
-        notices=tuple({(n.collector, n.text): n for v in gpus_of for n in v.notices}.values()),
+        notices=(*{(n.collector, n.text): n for v in gpus_of for n in v.notices}.values(), *missing),
         unknown_lines=sum(v.unknown_lines for v in views),
         malformed_lines=sum(v.malformed_lines for v in views),
         curves={**lead.curves, **_sum_rate_curves(views)},
     )
 
 
+def _missing_ranks(header: r.Header | None, found: int) -> tuple[r.Notice, ...]:
+    if header is None or found >= header.world_size:
+        return ()
+    text = f"logs of {found} of {header.world_size} ranks were found: rates and totals are of those"
+    return (r.Notice(t_s=0.0, collector="ranks", text=text),)
+
+
+def _with_different_data(views: list[RunView]) -> list[RunView]:
+    """Return one view for each share of the data: ranks that share theirs must not count it twice.
+
+    Those are neighbours, for tensor and context parallelism are the innermost dimensions of a device mesh.
+    """
+    header = views[0].header
+    if header is None or not header.data_parallel_size:
+        return views
+    together = max(1, header.world_size // header.data_parallel_size)
+    return [v for v in views if v.header is None or v.header.rank % together == 0] or views[:1]
+
+
 def _sum_rate_curves(views: list[RunView]) -> dict[str, Points]:
+    """Sum the ranks' curves step by step; a rank that lags behind may have thinned its curve less than others."""
     summed: dict[str, Points] = {}
     for name in ("queries_per_s", "real_tokens_per_s"):
-        curves = [v.curves.get(name, ()) for v in views]
-        length = min(len(c) for c in curves)
-        summed[name] = tuple((curves[0][i][0], sum(c[i][1] for c in curves)) for i in range(length))
+        first, *others = [v.curves.get(name, ()) for v in views]
+        by_step = [dict(curve) for curve in others]
+        summed[name] = tuple(
+            (x, y + sum(curve[x] for curve in by_step)) for x, y in first if all(x in curve for curve in by_step)
+        )
     return summed
 
 

@@ -7,6 +7,8 @@ version does not know, shrink, or be replaced while it is being read.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import re
 import socket
@@ -16,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO, get_args
 
 import msgspec
 
@@ -35,7 +38,7 @@ LOG_NAME = "run.jsonl"
 LOG_VARIABLE = "FT_INSIGHT_LOG"
 
 _RANK_FILE = re.compile(r"\.rank\d+\.jsonl$")
-_TYPES = frozenset(t.__struct_config__.tag for t in Record.__args__)
+_TYPES = frozenset(t.__struct_config__.tag for t in get_args(Record))
 
 
 class RunLogError(ValueError):
@@ -46,7 +49,8 @@ class LogWriter:
     """Appends records to one file from one background thread.
 
     Opening raises ``OSError`` when the file cannot be made. After that nothing raises: a full queue drops the
-    record and counts it in ``dropped``, a failing disk ends the writing and is told in ``failure``.
+    record and counts it in ``dropped``, as does one that cannot be encoded; a failing disk ends the writing and is
+    told in ``failure``.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float], *, append: bool = False) -> None:
@@ -62,7 +66,11 @@ class LogWriter:
         self._stop = False
         self._busy = False
         self._encoder = msgspec.json.Encoder()
-        self._separate_from_torn_line()
+        try:
+            self._separate_from_torn_line()
+        except OSError:
+            os.close(self._fd)
+            raise
         self._thread = threading.Thread(target=self._run, name="ft-insight-log", daemon=True)
         self._thread.start()
 
@@ -95,7 +103,8 @@ class LogWriter:
             self._wake.notify_all()
         self._thread.join(timeout_s)
         if not self._thread.is_alive():
-            os.close(self._fd)
+            with contextlib.suppress(OSError):
+                os.close(self._fd)
 
     def _separate_from_torn_line(self) -> None:
         size = os.fstat(self._fd).st_size
@@ -113,8 +122,18 @@ class LogWriter:
                 last_write = time.monotonic()
             elif time.monotonic() - last_write > HEARTBEAT_S and not stop:
                 self._queue.append(Heartbeat(t_s=round(self._clock(), 3)))
-            if stop and not self._queue:
+            if self.failure:
                 return
+            if stop and not self._queue:
+                self._sync()
+                return
+
+    def _sync(self) -> None:
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a pipe or a device, where there is nothing to sync
+                self.failure = f"cannot write {self.path}: {error}"
 
     def _write_queued(self) -> bool:
         if not self._queue:
@@ -123,18 +142,36 @@ class LogWriter:
         lines = bytearray()
         try:
             while self._queue and len(lines) < CHUNK_BYTES:
-                lines += self._encoder.encode(self._queue.popleft()) + b"\n"
+                lines += self._encoded(self._queue.popleft())
             view = memoryview(lines)
             while view:
                 view = view[os.write(self._fd, view) :]
-            if self._stop and not self._queue:
-                os.fsync(self._fd)
-        except (OSError, TypeError, ValueError, msgspec.MsgspecError) as error:
+        except OSError as error:
             self.failure = f"cannot write {self.path}: {error}"
             self._queue.clear()
         finally:
             self._busy = False
         return True
+
+    def _encoded(self, record: Record) -> bytes:
+        """Return the line of a record; nothing of one that holds what JSON cannot, so that the others are written."""
+        try:
+            return self._encoder.encode(record) + b"\n"
+        except UnicodeEncodeError:  # a name with bytes that are no UTF-8, as paths may have
+            return self._encoder.encode(_printable(msgspec.to_builtins(record))) + b"\n"
+        except (TypeError, ValueError, OverflowError, RecursionError):
+            self.dropped += 1
+            return b""
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {_printable(key): _printable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_printable(item) for item in value]
+    return value
 
 
 @dataclass(frozen=True)
@@ -184,36 +221,39 @@ class Follower:
         except OSError as error:
             raise RunLogError(f"{self.path} cannot be read: {error.strerror or error}") from None
 
-    def _read(self, file: object, limit_bytes: int) -> Poll:
-        stat = os.fstat(file.fileno())  # type: ignore[attr-defined]
+    def _read(self, file: BinaryIO, limit_bytes: int) -> Poll:
+        stat = os.fstat(file.fileno())
         restarted = self._was_replaced(file, stat)
         if restarted:
             self._forget()
         self._inode = stat.st_ino
         self.modified_at = stat.st_mtime
-        file.seek(self._offset)  # type: ignore[attr-defined]
-        data: bytes = file.read(limit_bytes)  # type: ignore[attr-defined]
+        file.seek(self._offset)
+        data = file.read(limit_bytes)
+        if not self._header_seen and data.lstrip()[:1] not in (b"", b"{"):
+            raise self._not_a_log()
         end = data.rfind(b"\n") + 1
-        if not end and len(data) == limit_bytes:
-            if limit_bytes >= LONGEST_LINE_BYTES:
+        if not end and len(data) == limit_bytes < LONGEST_LINE_BYTES:
+            data += file.read(LONGEST_LINE_BYTES - limit_bytes)
+            end = data.rfind(b"\n") + 1
+            if not end and len(data) == LONGEST_LINE_BYTES:
                 raise RunLogError(f"{self.path} is not an ft-insight run log: a line is over 64 MiB long")
-            return self._read(file, LONGEST_LINE_BYTES)
         if not self._first_bytes and end:
             self._first_bytes = data[: min(end, 512)]
-        self._offset += end
         found = tuple(self._decode(data[:end]))
+        self._offset += end
         return Poll(found, restarted, more=bool(end) and self._offset < stat.st_size)
 
-    def _was_replaced(self, file: object, stat: os.stat_result) -> bool:
+    def _was_replaced(self, file: BinaryIO, stat: os.stat_result) -> bool:
         if self._inode is None:
             return False
         if stat.st_ino != self._inode or stat.st_size < self._offset:
             return True
-        file.seek(0)  # type: ignore[attr-defined]
-        return bool(file.read(len(self._first_bytes)) != self._first_bytes)  # type: ignore[attr-defined]
+        file.seek(0)
+        return file.read(len(self._first_bytes)) != self._first_bytes
 
     def _decode(self, data: bytes) -> Iterator[Record]:
-        for line in data.splitlines():
+        for line in data.split(b"\n"):
             if not line.strip():
                 continue
             try:
@@ -236,7 +276,8 @@ class Follower:
         kind = raw.get("type") if isinstance(raw, dict) else None
         if kind == "header" and isinstance(raw, dict):
             self._check_schema(raw.get("schema"))
-        if not self._header_seen:
+        torn_header = raw is None and line.startswith(b'{"type":"header"')  # killed while it wrote its first line
+        if not self._header_seen and not torn_header:
             raise self._not_a_log()
         if isinstance(kind, str) and kind not in _TYPES:
             self.unknown += 1
@@ -308,11 +349,21 @@ def _newest_in(folder: Path) -> Path:
         log
         for pattern in ("*.jsonl", "*/*.jsonl", f"{RUNS_FOLDER}/*/*.jsonl")
         for log in folder.glob(pattern)
-        if log.is_file() and not _RANK_FILE.search(log.name) and read_header(log) is not None
+        if log.is_file() and not _RANK_FILE.search(log.name) and _begins_like_a_log(log)
     ]
     if not logs:
         raise RunLogError(f"no run log in {folder}: looked for *.jsonl there and one folder down")
     return max(logs, key=lambda log: log.stat().st_mtime)
+
+
+def _begins_like_a_log(path: Path) -> bool:
+    """Tell a log from other files, also one whose header only a newer version can read: that is to be said."""
+    try:
+        with path.open("rb") as file:
+            raw = msgspec.json.decode(file.readline(CHUNK_BYTES))
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return False
+    return isinstance(raw, dict) and raw.get("type") == "header" and "schema" in raw
 
 
 def read_header(path: Path) -> Header | None:
@@ -329,19 +380,19 @@ def read_header(path: Path) -> Header | None:
 def writer_is_gone(header: Header, modified_at: float | None) -> bool | None:
     """Tell whether the process that writes a log is gone: True, False, or None where that cannot be known.
 
-    On the writer's own host its process is looked up; elsewhere, or where the number may have been used again,
-    only a log that has been silent for long says anything.
+    On the writer's own host its process is looked up. Where that is not possible, or the process is there but has
+    been silent for long (it hangs, or its number was used again), it is not known.
     """
     silent = modified_at is not None and time.time() - modified_at > SILENT_S
-    if header.host == socket.gethostname() and header.pid:
+    if header.host == socket.gethostname() and header.pid and header.pid > 0:
         try:
             os.kill(header.pid, 0)
-        except ProcessLookupError:
+        except (ProcessLookupError, OverflowError):
             return True
         except OSError:
             return None if silent else False
         return None if silent else False
-    return True if silent else None
+    return None
 
 
 def _glob_escape(text: str) -> str:

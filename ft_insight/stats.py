@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
@@ -20,7 +21,7 @@ class CurveBuilder:
     """
 
     def __init__(self, limit: int = CURVE_POINTS) -> None:
-        self._limit = limit
+        self._limit = limit + limit % 2  # pairs need an even number
         self._stride = 1
         self._points: list[tuple[float, float]] = []
         self._pending: list[tuple[float, float]] = []
@@ -29,11 +30,14 @@ class CurveBuilder:
         """Add a point; None (unmeasured) leaves a gap that is not drawn."""
         if y is None or not math.isfinite(y):
             return
-        self._pending.append((x, y))
-        if len(self._pending) < self._stride:
-            return
-        self._points.append(_mean_point(self._pending))
-        self._pending.clear()
+        if self._stride == 1:
+            self._points.append((x, y))
+        else:
+            self._pending.append((x, y))
+            if len(self._pending) < self._stride:
+                return
+            self._points.append(_mean_point(self._pending))
+            self._pending.clear()
         if len(self._points) >= self._limit:
             pairs = zip(self._points[::2], self._points[1::2], strict=True)
             self._points = [_mean_point(pair) for pair in pairs]
@@ -51,25 +55,29 @@ class CurveBuilder:
 
 
 class EvenSample(Generic[T]):
-    """At most ``SAMPLE_ITEMS`` items spread evenly over all that was added: every n-th, n doubling."""
+    """At most ``SAMPLE_ITEMS`` items, each of all that was added with the same chance (reservoir sampling).
+
+    Not every n-th: that would always take the same micro-batch of a step. The same stream gives the same sample.
+    """
 
     def __init__(self, limit: int = SAMPLE_ITEMS) -> None:
         self._limit = limit
-        self._stride = 1
         self._seen = 0
         self._items: list[T] = []
+        self._random = random.Random(0)
 
     def add(self, item: T) -> None:
         """Offer one item."""
-        if self._seen % self._stride == 0:
-            self._items.append(item)
-            if len(self._items) >= self._limit:
-                self._items = self._items[::2]
-                self._stride *= 2
         self._seen += 1
+        if len(self._items) < self._limit:
+            self._items.append(item)
+            return
+        place = self._random.randrange(self._seen)
+        if place < self._limit:
+            self._items[place] = item
 
     def items(self) -> tuple[T, ...]:
-        """Return the sample in the order of arrival."""
+        """Return the sample."""
         return tuple(self._items)
 
 

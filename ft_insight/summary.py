@@ -18,11 +18,11 @@ def summary_lines(view: RunView, path: str | None = None) -> list[str]:
     lines += _row("experts", _experts(view))
     lines += _row("throughput", _throughput(view))
     lines += _row("fit", fit_text(view.fit) if view.fit else None)
-    lines += [line for finding in findings(view)[:3] for line in _row("next", finding.text if finding.step else None)]
+    lines += [line for f in findings(view)[:3] for line in _row("next", clean(f.text, 300) if f.step else None)]
     lines += _row("whole job", _job(view.projection))
     lines += _row("cost of this", _own_cost(view))
     if path is not None:
-        lines.append(f"  ft-insight watch|report|project {path}")
+        lines.append(f"  ft-insight watch|report|project {clean(path, 1000)}")
     return lines[:12]
 
 

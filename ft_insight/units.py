@@ -29,18 +29,18 @@ def duration(seconds: float | None) -> str:
     if seconds < 3599.5:
         whole = round(seconds)
         return f"{whole // 60}m {whole % 60:02d}s"
-    return hours(seconds / 3600)
+    return _long(seconds / 3600)
 
 
 def hours(value: float | None) -> str:
     """Format hours: short jobs in minutes or seconds, long ones in hours, very long ones in days."""
     if value is None or not math.isfinite(value):
         return NA
-    if value < 1:
-        return duration(value * 3600)
-    if value < 240:
-        return f"{value:.1f} h"
-    return f"{value / 24:,.1f} d"
+    return duration(value * 3600)
+
+
+def _long(value: float) -> str:
+    return f"{value:.1f} h" if value < 239.95 else f"{value / 24:,.1f} d"
 
 
 def clock(seconds: float | None) -> str:
@@ -85,6 +85,8 @@ def big(value: float | None) -> str:
 
 def significant(value: float) -> str:
     """Format a number with three significant digits and without an exponent."""
+    if not math.isfinite(value):
+        return NA
     if value == 0:
         return "0"
     digits = 2 - math.floor(math.log10(abs(value)))

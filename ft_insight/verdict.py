@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ft_insight import units
@@ -65,17 +66,15 @@ def _padding(view: RunView) -> Finding | None:
 
 def _padding_worth(view: RunView, padding: float) -> str | None:
     """What all padding takes, by the fitted step time: an upper bound of what grouping saves."""
-    fit = view.fit
-    if fit is None or not fit.identifiable or fit.fixed_s is None or fit.per_slot_s is None or not fit.exponent:
-        return None
     slots = [m.slots for m in view.micro if m.slots]
-    if not slots or not view.phases:
+    fitted = _usable_fit(view)
+    if fitted is None or not slots or not view.phases:
         return None
     mean = sum(slots) / len(slots)
-    n = fit.exponent
+    n, fixed_s, per_slot_s = fitted
 
     def seconds(x: float) -> float:
-        return float(((fit.fixed_s or 0.0) ** n + ((fit.per_slot_s or 0.0) * x) ** n) ** (1 / n))
+        return math.pow(math.pow(fixed_s, n) + math.pow(per_slot_s * x, n), 1 / n)
 
     share = 1 - seconds(mean * (1 - padding)) / seconds(mean)
     computing = sum(p.share for p in view.phases if p.name in ("forward", "loss", "backward"))
@@ -86,6 +85,16 @@ def _padding_worth(view: RunView, padding: float) -> str | None:
     return f"saves up to {units.share(saved)} of the time (estimate)"
 
 
+def _usable_fit(view: RunView) -> tuple[float, float, float] | None:
+    """Return exponent, fixed and per-slot seconds of a fit that can be computed with: it comes from a file."""
+    fit = view.fit
+    if fit is None or not fit.identifiable:
+        return None
+    n, fixed_s, per_slot_s = fit.exponent or 0.0, fit.fixed_s or 0.0, fit.per_slot_s or 0.0
+    sound = 0.5 <= n <= 8 and 0 <= fixed_s < 1e9 and 0 < per_slot_s < 1e9 and per_slot_s > 1e-15
+    return (n, fixed_s, per_slot_s) if sound else None
+
+
 def _experts(view: RunView) -> Finding | None:
     if not view.experts:
         return None
@@ -93,10 +102,8 @@ def _experts(view: RunView) -> Finding | None:
     worst = max(view.experts, key=lambda load: load.max_over_mean)
     if worst.max_over_mean < OVERLOAD and not dead:
         return None
-    name = worst.layer
-    evidence = (
-        f"{name}: expert {worst.worst} takes {units.share(max(worst.shares))} of tokens (even: {units.share(worst.ideal)})"
-    )
+    most, even = units.share(max(worst.shares)), units.share(worst.ideal)
+    evidence = f"{worst.layer}: expert {worst.worst} takes {most} of tokens (even: {even})"
     if dead:
         evidence += f"; {sum(len(load.dead) for load in dead)} experts got no token"
     return Finding("experts", evidence)
@@ -105,10 +112,17 @@ def _experts(view: RunView) -> Finding | None:
 def _nonfinite(view: RunView) -> Finding | None:
     if not view.nonfinite:
         return None
-    return Finding("loss", f"{', '.join(view.nonfinite)} is NaN or infinite", "lower the learning rate, or look at the data")
+    return Finding(
+        "loss",
+        f"{', '.join(view.nonfinite)} is NaN or infinite",
+        "lower the learning rate, or look at the data",
+    )
 
 
 def _skipped(view: RunView) -> Finding | None:
     if not view.skipped_steps:
         return None
-    return Finding("scaler", f"the gradient scaler skipped the optimizer in {view.skipped_steps} of {view.totals.steps} steps")
+    return Finding(
+        "scaler",
+        f"the gradient scaler skipped the optimizer in {view.skipped_steps} of {view.totals.steps} steps",
+    )

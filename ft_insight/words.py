@@ -9,12 +9,16 @@ from ft_insight.records import Fit, Projection, ProjectionRow
 from ft_insight.run import RunView, Share
 
 PHASE_WORDS = {"data_wait": "data"}
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]|\x1b\[[0-9;]*[A-Za-z]")
+_ESCAPE_CODE = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
+_CONTROL = re.compile(
+    # C0, DEL, C1; marks and overrides of writing direction; line and paragraph separators; surrogates
+    r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 def clean(text: str, limit: int = 200) -> str:
     """Make text from a log safe to print: no control characters, no escape codes, of bounded length."""
-    plain = _CONTROL.sub(" ", text)
+    plain = _CONTROL.sub(" ", _ESCAPE_CODE.sub("", text[: 4 * limit]))
     return plain if len(plain) <= limit else plain[: limit - 1] + "…"
 
 
@@ -33,11 +37,14 @@ def headline(view: RunView) -> str:
     return " · ".join(p for p in parts if p)
 
 
+def phase_word(name: str) -> str:
+    """Return what a phase of the ledger is called where there is little room."""
+    return clean(PHASE_WORDS.get(name, name), 40)
+
+
 def shares(parts: tuple[Share, ...], least: float = 0.0005) -> str:
     """Return ``data 0.4%  forward 22% ...``, without what is next to nothing."""
-    return "  ".join(
-        f"{PHASE_WORDS.get(p.name, p.name)} {units.share(p.share)}" for p in parts if p.share >= least
-    )
+    return "  ".join(f"{phase_word(p.name)} {units.share(p.share)}" for p in parts if p.share >= least)
 
 
 def fit_text(fit: Fit | None) -> str:
@@ -45,7 +52,7 @@ def fit_text(fit: Fit | None) -> str:
     if fit is None:
         return "not fitted yet"
     if not fit.identifiable or fit.fixed_s is None or fit.per_slot_s is None:
-        return fit.reason or "not identifiable"
+        return clean(fit.reason or "not identifiable", 300)
     h, c = units.significant(fit.fixed_s), units.significant(fit.per_slot_s * 1e3)
     if fit.exponent == 1:
         formula = f"{h} + {c}·kslots"

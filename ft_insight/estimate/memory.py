@@ -47,10 +47,12 @@ def fit_peak(points: Sequence[tuple[int, int, int]]) -> PeakMemory | str:
     slots, peaks, kept = (list(column) for column in zip(*points, strict=True))
     if len(set(slots)) == 1 or max(peaks) == min(peaks):
         above = peaks[-1] - kept[-1]
-        if above <= 0:
+        if above <= 0 or slots[-1] <= 0:
             return "the peak of this run lies outside of its steps"
         return PeakMemory(kept[-1], above / slots[-1], 1)
     mean_x, mean_y = sum(slots) / len(slots), sum(peaks) / len(peaks)
     slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(slots, peaks, strict=True))
     slope /= sum((x - mean_x) ** 2 for x in slots)
+    if slope <= 0:
+        return "the peak of this run does not grow with its micro-batches"
     return PeakMemory(max(mean_y - slope * mean_x, min(kept)), slope, len(set(slots)))

@@ -18,6 +18,7 @@ from ft_insight.stats import median
 Triple = tuple[float, float, float]
 DEFAULT_GPUS = ("H100-80GB-SXM", "A100-80GB-SXM", "L40S", "A40", "RTX4090")
 NO_STEPS = "the run finished fewer than two steps"
+NO_QUERIES = "the batches do not tell how many queries they hold"
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,15 @@ def measure(view: RunView) -> Measured:
         view=view,
         step_time=fit_step_time([float(m.slots or 0) for m in known], [float(m.compute_s or 0) for m in known]),
         peak=fit_peak(view.memory_points),
-        rest_s=median(view.rest_s),
+        rest_s=_rest(view),
         here=gpu_for_device(device.name, device.memory_bytes) if device and device.kind == "cuda" else None,
     )
+
+
+def _rest(view: RunView) -> float | None:
+    """Never below 0: a device that is ahead of the host's clock does not give time back."""
+    rest = median(view.rest_s)
+    return None if rest is None else max(0.0, rest)
 
 
 @dataclass(frozen=True)
@@ -73,10 +80,8 @@ class Ask:
 
 def project(measured: Measured, ask: Ask, t_s: float = 0.0) -> Projection:
     """Project a job: the run's own machine first, then each GPU that is asked for."""
-    rows = [_here(measured, ask)]
-    for gpu in ask.gpus:
-        if measured.here is None or gpu.name != measured.here.name:
-            rows.append(_elsewhere(measured, ask, gpu))
+    here = measured.here.name if measured.here else None
+    rows = [_here(measured, ask), *(_elsewhere(measured, ask, gpu) for gpu in ask.gpus if gpu.name != here)]
     work = ask.workload
     return Projection(t_s=t_s, queries=work.queries, epochs=work.epochs, job=work.basis, rows=tuple(rows))
 
@@ -85,9 +90,12 @@ def _here(measured: Measured, ask: Ask) -> ProjectionRow:
     view = measured.view
     header = view.header
     unknown: dict[str, str] = {}
-    rate = _measured_rate(measured, ask.workload)
-    if rate is None:
-        unknown["queries_per_s"] = NO_STEPS if view.totals.steps < 2 else "the batches do not tell how many queries they hold"
+    found = _measured_rate(measured, ask.workload)
+    rate = None if isinstance(found, TransferError) else found
+    if isinstance(found, TransferError):
+        unknown["queries_per_s"] = found.reason
+    elif _evaluation_unseen(view):
+        unknown["evaluation"] = "none was seen in this run: the time of evaluations is left out"
     largest = None
     if measured.here is not None and isinstance(measured.peak, PeakMemory):
         largest, reason = measured.peak.largest_batch(measured.here, ask.workload.longest)
@@ -103,6 +111,7 @@ def _here(measured: Measured, ask: Ask) -> ProjectionRow:
         price, source = _catalogue_price(measured.here, measured.gpu_count)
     if price is None:
         unknown["usd"] = "no price of this machine is known: add --price USD per hour"
+    hours = _hours(rate, ask.workload, measured, 1.0)
     batch = header.train.batch if header else None
     gpu = measured.here
     return ProjectionRow(
@@ -110,7 +119,9 @@ def _here(measured: Measured, ask: Ask) -> ProjectionRow:
         here=True,
         memory_gb=gpu.memory_gb if gpu else None,
         largest_batch=largest,
-        **_times(rate, ask.workload, measured, 1.0, price),
+        queries_per_s=rate,
+        hours=hours,
+        usd=_dollars(hours, price),
         usd_per_hour=price,
         price_source=source,
         basis=f"measured at batch {batch}" if batch else "measured",
@@ -140,11 +151,14 @@ def _elsewhere(measured: Measured, ask: Ask, gpu: Gpu) -> ProjectionRow:
     price, source = (ask.price, "as given") if given else _catalogue_price(gpu, measured.gpu_count)
     if price is None:
         unknown["usd"] = "no offer in the bundled prices: add --price USD per hour"
+    hours = _hours(rate, ask.workload, measured, scale)
     return ProjectionRow(
         gpu=gpu.name,
         memory_gb=gpu.memory_gb,
         largest_batch=largest,
-        **_times(rate, ask.workload, measured, scale, price),
+        queries_per_s=rate,
+        hours=hours,
+        usd=_dollars(hours, price),
         usd_per_hour=price,
         price_source=source,
         basis=basis or None,
@@ -162,16 +176,22 @@ def _catalogue_price(gpu: Gpu, count: int) -> tuple[float | None, str | None]:
     offer = quote(gpu.name)
     if offer is None:
         return None, None
-    where = f"{offer.offer.provider}, median of {offer.offers} offers ${offer.low:.2f}-{offer.high:.2f}, {offer.as_of}"
-    return offer.usd_per_hour * count, where
+    spread = f"median of {offer.providers} providers ${offer.low:.2f}-{offer.high:.2f}"
+    return offer.usd_per_hour * count, f"{offer.offer.provider}, {spread}, {offer.as_of}"
 
 
-def _measured_rate(measured: Measured, workload: Workload) -> Triple | None:
+def _evaluation_unseen(view: RunView) -> bool:
+    return bool(view.header and view.header.train.eval_every_steps and not view.mean_evaluation_s)
+
+
+def _measured_rate(measured: Measured, workload: Workload) -> Triple | TransferError:
     """Queries per second as measured, with the sampling error of the mean over the steps seen."""
     view = measured.view
     rate = view.rates.queries_per_s
-    if rate is None or view.totals.steps < 2:
-        return None
+    if view.totals.steps < 2:
+        return TransferError(NO_STEPS)
+    if rate is None or not 0 < rate < math.inf:
+        return TransferError(NO_QUERIES)
     expected = _expected_step(measured, workload)
     if expected is not None:
         return expected
@@ -179,18 +199,24 @@ def _measured_rate(measured: Measured, workload: Workload) -> Triple | None:
     return _with_factor(rate, _sampling_factor(steps))
 
 
-def _expected_step(measured: Measured, workload: Workload) -> Triple | None:
+def _expected_step(measured: Measured, workload: Workload) -> Triple | TransferError | None:
     """Rate at the measured batch when the job's rows are longer or shorter than those that were seen.
 
-    None where the run's own rows are what is to be trained: then the measured rate itself is the better figure.
+    None where the run's own rows, or as long ones, are what is to be trained: then the measured rate itself is the
+    better figure.
     """
     view = measured.view
     if view.header is None or workload.length_values == (view.header.dataset.length_values or ()):
         return None
     batch = view.header.train.batch
     slots = workload.slots(batch) if batch else None
-    if isinstance(measured.step_time, NotIdentifiable) or slots is None or measured.rest_s is None or not batch:
+    if slots is None or not batch:
+        return TransferError("the batch size of this run is not known, so rows of other lengths cannot be told")
+    seen = [m.slots for m in view.micro if m.slots]
+    if seen and max(seen) == min(seen) and 0.95 < slots / seen[0] < 1.05:
         return None
+    if isinstance(measured.step_time, NotIdentifiable):
+        return TransferError(f"rows of other lengths: {measured.step_time.reason}")
     return _rate_from(measured, measured.step_time.predict(slots), batch)
 
 
@@ -207,18 +233,20 @@ def _rate_from(measured: Measured, micro_s: Triple, batch: int) -> Triple:
 def _sampling_factor(steps: Sequence[float]) -> float:
     """80% interval of a mean, as a factor, from the spread of what it is the mean of."""
     count = len(steps)
-    if count < 3:
+    mean = sum(steps) / max(1, count)
+    if count < 3 or mean <= 0:
         return 1.5
-    mean = sum(steps) / count
     variance = sum((s - mean) ** 2 for s in steps) / (count - 1)
-    return math.exp(1.2816 * math.sqrt(variance / count) / mean)
+    return math.exp(min(2.0, 1.2816 * math.sqrt(variance / count) / mean))
 
 
 def _with_factor(value: float, factor: float) -> Triple:
     return value, value / factor, value * factor
 
 
-def _rate_on(measured: Measured, workload: Workload, gpu: Gpu, largest: int | None) -> tuple[Triple, str, float] | TransferError:
+def _rate_on(
+    measured: Measured, workload: Workload, gpu: Gpu, largest: int | None
+) -> tuple[Triple, str, float] | TransferError:
     """Return queries per second on another GPU, what that rests on, and the factor on all other times."""
     view = measured.view
     header = view.header
@@ -231,38 +259,45 @@ def _rate_on(measured: Measured, workload: Workload, gpu: Gpu, largest: int | No
         if isinstance(scale, TransferError):
             return scale
         source, batch = _rate_at(measured, workload, largest)
-        if source is None:
-            return TransferError("the batches do not tell how many queries they hold")
-        return _divided(source, (scale.factor, scale.low, scale.high)), f"{scale.basis}, batch {batch}", scale.factor
+        if isinstance(source, TransferError):
+            return source
+        return (
+            _divided(source, (scale.factor, scale.low, scale.high)),
+            f"{scale.basis}, batch {batch}",
+            scale.factor,
+        )
     return _rate_from_work(measured, workload, gpu)
 
 
-def _rate_at(measured: Measured, workload: Workload, largest: int | None) -> tuple[Triple | None, int | None]:
+def _rate_at(measured: Measured, workload: Workload, largest: int | None) -> tuple[Triple | TransferError, int | None]:
     """Return the rate on the run's own device at the largest batch if that can be told, else as measured."""
     header = measured.view.header
     batch = header.train.batch if header else None
-    if largest and batch and largest > batch and isinstance(measured.step_time, StepTime):
+    if largest and batch and largest != batch:
         slots = workload.slots(largest)
-        if slots is not None:
+        if slots is not None and isinstance(measured.step_time, StepTime):
             return _rate_from(measured, measured.step_time.predict(slots), largest), largest
+        if largest < batch:
+            return TransferError(f"batch {batch} does not fit, and what smaller ones take cannot be told"), batch
     return _measured_rate(measured, workload), batch
 
 
 def _rate_from_work(measured: Measured, workload: Workload, gpu: Gpu) -> tuple[Triple, str, float] | TransferError:
     view = measured.view
     header = view.header
-    if header is None or view.totals.queries is None or not view.totals.slots:
-        return TransferError("the batches do not tell how many queries they hold")
+    if header is None or not view.totals.queries or not view.totals.slots:
+        return TransferError(NO_QUERIES)
     accumulation = view.accumulation or 1.0
-    micro_batches = accumulation * view.totals.steps
+    micro_batches = accumulation * view.totals.steps * view.data_ranks
     batch = view.totals.queries / micro_batches
-    slots = workload.slots(round(batch)) or view.totals.slots / micro_batches
+    slots = workload.slots(max(1, round(batch))) or view.totals.slots / micro_batches
     if workload.length_values == (header.dataset.length_values or ()):
         slots = view.totals.slots / micro_batches
     seconds = from_work(header, gpu, slots, accumulation)
     if isinstance(seconds, TransferError):
         return seconds
-    rate = batch * accumulation / seconds[0], batch * accumulation / seconds[2], batch * accumulation / seconds[1]
+    work = batch * accumulation * view.data_ranks
+    rate = work / seconds[0], work / seconds[2], work / seconds[1]
     here = view.rates.queries_per_s
     scale = here / rate[0] if here else 1.0
     return rate, f"from {flops_per_slot(header):.2g} FLOPs per slot, not from this machine's speed", scale
@@ -276,17 +311,17 @@ def _divided(rate: Triple, factor: Triple) -> Triple:
     return middle, middle * math.exp(-slower), middle * math.exp(faster)
 
 
-def _times(
-    rate: Triple | None, workload: Workload, measured: Measured, scale: float, price: float | None
-) -> dict[str, Triple | None]:
-    """Return queries_per_s, hours and usd. Evaluations and saves are added as measured; evaluation scales like a step."""
+def _hours(rate: Triple | None, workload: Workload, measured: Measured, scale: float) -> Triple | None:
+    """Return the hours of the job. Evaluations and saves are added as measured; evaluation scales like a step."""
     if rate is None:
-        return {"queries_per_s": None, "hours": None, "usd": None}
+        return None
     extra_s = _extra_seconds(measured, workload, scale)
     middle, low, high = ((workload.total / r + extra_s) / 3600 for r in (rate[0], rate[2], rate[1]))
-    hours = (middle, low, high)
-    usd = None if price is None else (middle * price, low * price, high * price)
-    return {"queries_per_s": rate, "hours": hours, "usd": usd}
+    return middle, low, high
+
+
+def _dollars(hours: Triple | None, price: float | None) -> Triple | None:
+    return None if hours is None or price is None else (hours[0] * price, hours[1] * price, hours[2] * price)
 
 
 def _extra_seconds(measured: Measured, workload: Workload, scale: float) -> float:

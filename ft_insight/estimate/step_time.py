@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
 Array = NDArray[np.float64]
 
@@ -24,7 +23,11 @@ FOLDS = 5
 LEAST_POINTS = 8
 LEAST_SPREAD = 1.25
 """The 95% quantile of the slots over the 5% quantile, below which fixed and per-slot time cannot be told apart."""
-ROBUST_ROUNDS = 8
+ROBUST_ROUNDS = 12
+REJECTED_FROM = 4.685
+"""Residuals of so many standard deviations count for nothing (Tukey's bisquare, 95% efficient on Gaussian noise)."""
+SPAN = 1e60
+"""Slots and seconds beyond this factor around their median are no measurements, and would overflow their powers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,58 +94,137 @@ def fit_step_time(slots: Sequence[float], seconds: Sequence[float], *, seed: int
     relative to the time. Which exponent is used is decided by cross-validation.
     """
     x, y = np.asarray(slots, dtype=float), np.asarray(seconds, dtype=float)
-    usable = (x > 0) & (y > 0) & np.isfinite(x) & np.isfinite(y)
+    usable = _usable(x, y)
     x, y = x[usable], y[usable]
     if len(x) < LEAST_POINTS:
         return NotIdentifiable(f"only {len(x)} micro-batches after the first step; {LEAST_POINTS} are needed")
     if len(np.unique(x)) == 1:
-        return NotIdentifiable(f"one batch shape seen ({int(x[0]):,} slots): fixed and per-slot time cannot be told apart")
+        return NotIdentifiable(
+            f"one batch shape seen ({int(x[0]):,} slots): fixed and per-slot time cannot be told apart"
+        )
     low, high = np.quantile(x, [0.05, 0.95])
     if high / low < LEAST_SPREAD:
         return NotIdentifiable(f"all micro-batches are alike ({low:,.0f} to {high:,.0f} slots): not identifiable")
     rng = np.random.default_rng(seed)
-    forms = {n: _fit(x, y, n) for n in EXPONENTS}
-    errors = {n: _left_out_error(x, y, n, rng) for n in EXPONENTS}
-    best = min(EXPONENTS, key=lambda n: errors[n])
+    fits = {n: _Fit(x, y, n) for n in EXPONENTS}
+    left_out = {n: _left_out(x, y, n, rng) for n in EXPONENTS}
+    limit = 3 * min(_spread(residuals) for residuals in left_out.values())
+    best = min(EXPONENTS, key=lambda n: float(np.minimum(np.abs(left_out[n]), limit).mean()))
     return StepTime(
-        curve=forms[best],
-        ensemble=tuple(_resampled(x, y, rng) for _ in range(BOOTSTRAPS)),
-        forms=tuple(forms.values()),
+        curve=fits[best].curve,
+        ensemble=_ensemble(list(fits.values()), fits[best].weight, rng),
+        forms=tuple(fit.curve for fit in fits.values()),
         slots_range=(float(x.min()), float(x.max())),
         points=len(x),
-        error=errors[best],
+        error=float(np.median(np.abs(np.expm1(-left_out[best])))),
     )
 
 
-def _fit(x: Array, y: Array, n: float) -> Curve:
-    """Fit for one exponent: non-negative least squares of relative errors, reweighted to resist outliers."""
-    design = np.column_stack([np.ones_like(x), (x / x.max()) ** n])
-    target = y**n
-    # d(T^n) = n T^(n-1) dT: dividing by n T^n makes residuals relative to T
-    relative = 1 / (n * target)
-    weight = np.ones_like(y)
-    solution = np.zeros(2)
-    for _ in range(ROBUST_ROUNDS):
-        scale = relative * np.sqrt(weight)
-        solution, _ = nnls(design * scale[:, None], target * scale)
-        residual = np.abs((design @ solution) ** (1 / n) / y - 1)
-        spread = max(float(np.median(residual)) * 1.4826, 1e-6)
-        weight = np.minimum(1.0, 1.5 * spread / np.maximum(residual, 1e-12))
-    return Curve(n, float(solution[0] ** (1 / n)), float(solution[1] ** (1 / n) / x.max()))
+def _usable(x: Array, y: Array) -> NDArray[np.bool_]:
+    """Tell which points are measurements at all."""
+    usable: NDArray[np.bool_] = (x > 0) & (y > 0) & np.isfinite(x) & np.isfinite(y)
+    for values in (x, y):
+        if usable.any():
+            with np.errstate(over="ignore"):  # an infinite median leaves nothing, and rightly so
+                middle = float(np.median(values[usable]))
+            usable &= (values > middle / SPAN) & (values < middle * SPAN)
+    return usable
 
 
-def _left_out_error(x: Array, y: Array, n: float, rng: np.random.Generator) -> float:
+def _spread(residuals: Array) -> float:
+    """Return the standard deviation that the median absolute residual stands for; never 0."""
+    return max(float(np.median(np.abs(residuals))) * 1.4826, 1e-9)
+
+
+class _Fit:
+    """One exponent's robust fit: Gauss-Newton steps on the logarithm of the time, so that errors are relative.
+
+    In ``a = h^n`` and ``b = c^n`` each step is a linear problem of two unknowns. Its weights come from the fitted
+    times, never from the measured ones: a point that is low by chance would otherwise count for more.
+    """
+
+    def __init__(self, x: Array, y: Array, n: float) -> None:
+        self.n = n
+        self._units = float(x.max()), float(np.median(y))
+        self._power = (x / self._units[0]) ** n
+        self._seconds = y / self._units[1]
+        fitted = self._seconds
+        self.weight = np.ones_like(y)
+        for _ in range(ROBUST_ROUNDS):
+            a, b = _solve(*self.sums(fitted, self.weight))
+            fitted = (a + b * self._power) ** (1 / n)
+            self.residuals = np.log(self._seconds / fitted)
+            self.weight = _bisquare(self.residuals)
+        self.fitted = fitted
+        self.curve = self.curve_of(float(a), float(b))
+
+    def sums(self, fitted: Array, weight: Array) -> tuple[Array, Array, Array, Array, Array]:
+        """Return the normal equations linearised at ``fitted``; ``weight`` may be many rows of weights."""
+        scale = 1 / (self.n * fitted**self.n)
+        first, second = scale, scale * self._power
+        target = 1 / self.n + np.log(self._seconds / fitted)
+        return (
+            weight @ (first * first),
+            weight @ (first * second),
+            weight @ (second * second),
+            weight @ (first * target),
+            weight @ (second * target),
+        )
+
+    def curve_of(self, a: float, b: float) -> Curve:
+        """Return the curve of a solution."""
+        slots, seconds = self._units
+        return Curve(self.n, seconds * a ** (1 / self.n), seconds * b ** (1 / self.n) / slots)
+
+
+def _bisquare(residuals: Array) -> Array:
+    inside = np.clip(1 - (residuals / (REJECTED_FROM * _spread(residuals))) ** 2, 0, None)
+    # everything is never rejected: with half of the points beyond the limit, all are as good as each other
+    return inside**2 if np.count_nonzero(inside) > len(inside) / 2 else np.ones_like(residuals)
+
+
+def _solve(aa: Array, ab: Array, bb: Array, at: Array, bt: Array) -> tuple[Array, Array]:
+    """Solve least squares of two non-negative unknowns exactly: inside, else on the better of the two edges."""
+    determinant = aa * bb - ab * ab
+    with np.errstate(divide="ignore", invalid="ignore"):
+        a, b = (at * bb - bt * ab) / determinant, (bt * aa - at * ab) / determinant
+        only_a, only_b = np.maximum(at, 0) / aa, np.maximum(bt, 0) / bb
+        gain_a, gain_b = only_a * at, only_b * bt
+    inside = (determinant > 1e-12 * aa * bb) & (a >= 0) & (b >= 0)
+    on_a = gain_a >= gain_b
+    return np.where(inside, a, np.where(on_a, only_a, 0.0)), np.where(inside, b, np.where(on_a, 0.0, only_b))
+
+
+def _left_out(x: Array, y: Array, n: float, rng: np.random.Generator) -> Array:
+    """Return the log residuals of all points, each from a fit that has not seen it."""
     fold = rng.permutation(len(x)) % FOLDS
-    errors = []
+    found = np.zeros_like(y)
     for k in range(FOLDS):
-        curve = _fit(x[fold != k], y[fold != k], n)
-        errors.append(np.abs(curve.seconds(x[fold == k]) / y[fold == k] - 1))
-    return float(np.median(np.concatenate(errors)))
+        curve = _Fit(x[fold != k], y[fold != k], n).curve
+        found[fold == k] = np.log(y[fold == k] / curve.seconds(x[fold == k]))
+    return found
 
 
-def _resampled(x: Array, y: Array, rng: np.random.Generator) -> Curve:
-    chosen = rng.integers(0, len(x), min(len(x), 400))
-    if x[chosen].max() == x[chosen].min():
-        chosen = np.arange(len(x))
-    curves = [_fit(x[chosen], y[chosen], n) for n in EXPONENTS]
-    return min(curves, key=lambda c: float(np.median(np.abs(c.seconds(x[chosen]) / y[chosen] - 1))))
+def _ensemble(fits: Sequence[_Fit], weight: Array, rng: np.random.Generator) -> tuple[Curve, ...]:
+    """Return the curves of resampled points, each with the exponent that suited it best.
+
+    Resampling is counting each point zero, one or more times, and one Gauss-Newton step from the full fit is exact
+    to first order: so all resamples are a few matrix products, however many points there are. Weights are held
+    fixed in it and two unknowns are fitted, both of which make the spread too small; drawing fewer points than
+    there are makes up for it.
+    """
+    count = len(weight)
+    # for the bisquare, weight = u^2 with u = 1 - (r/k)^2, and the derivative of weight * r is u * (5u - 4)
+    u = np.sqrt(weight)
+    slope = float((u * (5 * u - 4)).sum() / weight.sum())
+    draws = max(4, round((count - 2) * min(1.0, max(slope, 0.5)) ** 2))
+    drawn = rng.multinomial(draws, np.full(count, 1 / count), BOOTSTRAPS).astype(float) * weight
+    solutions, losses = [], []
+    for fit in fits:
+        aa, ab, bb, at, bt = fit.sums(fit.fitted, drawn)
+        a, b = _solve(aa, ab, bb, at, bt)
+        target = 1 / fit.n + fit.residuals
+        losses.append(drawn @ target**2 - 2 * (a * at + b * bt) + a * a * aa + 2 * a * b * ab + b * b * bb)
+        solutions.append((a, b))
+    best = np.argmin(losses, axis=0)
+    return tuple(fits[k].curve_of(float(solutions[k][0][i]), float(solutions[k][1][i])) for i, k in enumerate(best))

@@ -25,7 +25,8 @@ PEAK_SHARE = {"full": (0.023, 0.044, 0.20), "lora": (0.079, 0.126, 0.22), "qlora
 """Share of the peak matmul rate that fine-tunes reach, by method: 10%, 50% and 90% of the published runs."""
 LAYER_FLOOR_S = (0.0042, 0.0047, 0.014)
 """Seconds of a whole step per decoder layer when the host limits it: T5-base (24 layers) takes 0.100 to 0.129 s
-whatever its batch. The upper end is for mixtures of experts and recomputation, which launch about three times as much."""
+whatever its batch. The upper end is for mixtures of experts and recomputation, which launch about three times as
+much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,10 @@ def flops_per_slot(header: Header) -> float | None:
     return float(passes * active)
 
 
-def from_work(header: Header, target: Gpu, slots: float, micro_batches: float) -> tuple[float, float, float] | TransferError:
-    """Return the seconds of a step of ``micro_batches`` x ``slots`` on ``target``, (estimate, low, high), from its work."""
+def from_work(
+    header: Header, target: Gpu, slots: float, micro_batches: float
+) -> tuple[float, float, float] | TransferError:
+    """Return (estimate, low, high) seconds of a step of ``micro_batches`` x ``slots`` on ``target``, from its work."""
     work = flops_per_slot(header)
     if work is None or not header.model.layers:
         return TransferError("the size of the model is not known")

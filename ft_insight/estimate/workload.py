@@ -67,31 +67,38 @@ def workload_of(
     header = view.header
     assert header is not None  # noqa: S101 - views of runs have one
     train, data = header.train, header.dataset
-    basis = []
-    per_step = _queries_per_step(view)
-    rows, times = data.queries, train.epochs
-    if rows is None and train.max_steps and per_step:
-        rows, times = round(train.max_steps * per_step), 1.0
-        basis.append(f"{train.max_steps:,} steps of {per_step:,.0f}, from a data set without a length")
-    elif rows and times and train.max_steps and per_step and train.max_steps * per_step > rows * times * 1.01:
-        times = train.max_steps * per_step / rows
-        basis.append(f"{train.max_steps:,} steps as set by max_steps")
-    if queries is not None:
-        rows = queries
-        times = times if epochs is None and data.queries is not None else (epochs or 1.0)
-    if epochs is not None:
-        times = epochs
-    if rows is None:
-        raise WorkloadError("the run does not say how many rows its training set has: add --queries N")
-    times = 1.0 if times is None else times
+    rows, times, basis = _job(view, queries, epochs)
     unit = data.query_unit + ("s" if rows != 1 else "")
     label = f"{rows:,} {unit} x {times:g} epoch{'s' if times != 1 else ''}"
     values, counts = data.length_values or (), data.length_counts or ()
+    if len(values) != len(counts) or min(values, default=0) <= 0 or min(counts, default=0) < 0 or not sum(counts):
+        values, counts = (), ()
     if seq_len is not None:
         values, counts = (seq_len,), (1,)
         basis.append(f"every row {seq_len:,} tokens long")
     padded = not (train.padding_free or (train.packing and train.packing != "wrapped"))
     return Workload(rows, times, "; ".join([label, *basis]), tuple(values), tuple(counts), padded)
+
+
+def _job(view: RunView, queries: int | None, epochs: float | None) -> tuple[int, float, list[str]]:
+    """Return rows, epochs and what is to be said of them. What the user says goes before what ``max_steps`` says."""
+    header = view.header
+    assert header is not None  # noqa: S101 - views of runs have one
+    train, data = header.train, header.dataset
+    per_step = _queries_per_step(view)
+    stepped = train.max_steps * per_step if train.max_steps and per_step else None
+    if queries is not None:
+        known = train.epochs if data.queries is not None else None
+        return queries, epochs or known or 1.0, []
+    if data.queries is not None:
+        times = epochs or train.epochs or 1.0
+        if epochs is None and data.queries > 0 and stepped and stepped > data.queries * times * 1.01:
+            return data.queries, stepped / data.queries, [f"{train.max_steps:,} steps as set by max_steps"]
+        return data.queries, times, []
+    if stepped is None:
+        raise WorkloadError("the run does not say how many rows its training set has: add --queries N")
+    note = f"{train.max_steps:,} steps of {per_step:,.0f}, from a data set without a length"
+    return round(stepped), epochs or 1.0, [note]
 
 
 def _queries_per_step(view: RunView) -> float | None:

@@ -38,5 +38,6 @@ def report_data(view: RunView, status: Status) -> dict[str, Any]:
 
 
 def to_json(data: Any) -> str:
-    """Return strict JSON, indented for people."""
-    return json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
+    """Return strict JSON, indented for people: what is not finite is null, and what a terminal acts on is escaped."""
+    finite = msgspec.json.decode(msgspec.json.encode(data))
+    return json.dumps(finite, indent=2, allow_nan=False)

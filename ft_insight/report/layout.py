@@ -38,7 +38,7 @@ def to_markdown(title: str, sections: Sequence[Section]) -> str:
     for section in sections:
         if section.empty:
             continue
-        blocks.append(f"### {section.title}")
+        blocks.append(f"### {escape(section.title)}")
         blocks += ["\n".join(f"- {escape(line)}" for line in section.lines)] if section.lines else []
         blocks += [pipes(section.table)] if len(section.table) > 1 else []
         blocks += ["\n".join(f"- {escape(line)}" for line in section.after)] if section.after else []
@@ -73,6 +73,6 @@ def pipes(table: Sequence[Sequence[str]]) -> str:
 
 def escape(text: str) -> str:
     """Keep what comes from a log from being read as Markdown or HTML."""
-    for mark in ("\\", "|", "<", "`", "*", "_", "[", "]"):
+    for mark in ("\\", "|", "<", "`", "*", "_", "[", "]", "~", "#", "&", ">"):
         text = text.replace(mark, "\\" + mark)
     return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from ft_insight.report import to_json
 from ft_insight.report.layout import Section, to_text
 from ft_insight.report.sections import projection_sections
 from ft_insight.runlog import find_run
-from ft_insight.words import fit_text, headline
+from ft_insight.words import clean, fit_text, headline
 
 
 def project_text(run_name: str | None, question: Mapping[str, Any], *, as_json: bool, verbose: bool) -> str:
@@ -30,6 +31,8 @@ def project_text(run_name: str | None, question: Mapping[str, Any], *, as_json: 
     if price is not None and question.get("gpu") and len(gpus) != 1:
         raise ValueError("--price needs exactly one --gpu: it is the price of that GPU")
     view, status = read_run(path)
+    if not view.totals.steps:
+        raise ValueError(f"{path} has no finished step yet: there is nothing to project from")
     measured = measure(view)
     workload = workload_of(
         view, queries=question.get("queries"), epochs=question.get("epochs"), seq_len=question.get("seq_len")
@@ -40,14 +43,17 @@ def project_text(run_name: str | None, question: Mapping[str, Any], *, as_json: 
     if as_json:
         return to_json(
             {
-                "run": str(path),
+                "run": os.fsencode(path).decode("utf-8", "replace"),
                 "status": status.kind,
                 "fit": msgspec.to_builtins(fit),
                 "projection": msgspec.to_builtins(result),
             }
         )
-    sections = [Section("Step time of this run", (fit_text(fit),)), *projection_sections(result, verbose=verbose)]
-    note = "" if status.kind == "completed" else f" · {status.text}"
+    sections = [
+        Section("Step time of this run", (fit_text(fit),)),
+        *projection_sections(result, verbose=verbose),
+    ]
+    note = "" if status.kind == "completed" else f" · {clean(status.text)}"
     return to_text(headline(view) + note, sections)
 
 

@@ -6,11 +6,11 @@ from ft_insight import units
 from ft_insight.catalog import SNAPSHOT_DATE
 from ft_insight.experts import LayerLoad
 from ft_insight.reader import Status
-from ft_insight.records import Projection
+from ft_insight.records import Projection, ProjectionRow
 from ft_insight.report.layout import Section
 from ft_insight.run import RunView
 from ft_insight.verdict import findings
-from ft_insight.words import PHASE_WORDS, clean, estimate, fit_text, hours_text, reasons, usd_text
+from ft_insight.words import clean, estimate, fit_text, hours_text, phase_word, reasons, usd_text
 
 MOST_EXPERT_COLUMNS = 16
 
@@ -34,7 +34,8 @@ def report_sections(view: RunView, status: Status) -> list[Section]:
 def _status(view: RunView, status: Status) -> Section:
     lines = [clean(status.text)]
     if view.total_steps and not (view.end and view.end.status == "completed"):
-        lines.append(f"step {view.step:,} of {view.total_steps:,}, {units.duration(view.to_go_s)} to go at this pace")
+        to_go = "" if view.to_go_s is None else f", {units.duration(view.to_go_s)} to go at this pace"
+        lines.append(f"step {view.step:,} of {view.total_steps:,}{to_go}")
     if view.segments > 1:
         lines.append(f"{view.segments} segments: resumed or retried; time and money are of all, the rest of the last")
     return Section("Status", tuple(lines))
@@ -43,15 +44,15 @@ def _status(view: RunView, status: Status) -> Section:
 def _time(view: RunView) -> Section:
     steps = max(1, view.totals.steps)
     rows = [("phase", "per step", "share of steps")]
-    rows += [
-        (PHASE_WORDS.get(p.name, p.name), units.duration(p.seconds / steps), units.share(p.share)) for p in view.phases
-    ]
+    rows += [(phase_word(p.name), units.duration(p.seconds / steps), units.share(p.share)) for p in view.phases]
     after = []
     if view.ledger_gap is not None:
         clock = "CUDA events" if view.phase_clock == "cuda" else "the host's clock"
         after.append(f"by {clock}; the phases add up to {units.share(1 + view.ledger_gap)} of the steps' wall time")
     if view.outside:
-        parts = ", ".join(f"{p.name} {units.duration(p.seconds)} ({units.share(p.share)})" for p in view.outside)
+        parts = ", ".join(
+            f"{clean(p.name, 40)} {units.duration(p.seconds)} ({units.share(p.share)})" for p in view.outside
+        )
         after.append(f"outside of steps, of the whole run: {parts}")
     if view.self_share is not None:
         after.append(f"ft-insight itself took {units.share(view.self_share)} of step time, as it measured itself")
@@ -142,32 +143,35 @@ def _memory(view: RunView) -> Section:
 
 def projection_sections(projection: Projection, *, verbose: bool = False) -> list[Section]:
     """Return the table of GPUs, the prices it rests on, and what cannot be known."""
-    rows = [("GPU", "memory", "largest batch", "queries/s", "time", "$/h", "dollars", "basis")]
-    for row in projection.rows:
-        rows.append(
-            (
-                clean(row.gpu, 40) + (" (here)" if row.here else ""),
-                f"{row.memory_gb:g} GB" if row.memory_gb else units.NA,
-                units.count(row.largest_batch),
-                estimate(row.queries_per_s),
-                hours_text(row.hours),
-                units.NA if row.usd_per_hour is None else f"{row.usd_per_hour:.2f}",
-                usd_text(row.usd),
-                clean(row.basis or "", 60),
-            )
-        )
+    rows: list[tuple[str, ...]] = [("GPU", "memory", "largest batch", "queries/s", "time", "$/h", "dollars", "basis")]
+    rows += [_projection_row(row) for row in projection.rows]
     after = [f"intervals 80%; prices: bundled snapshot of {SNAPSHOT_DATE}, all GPUs of the run together"]
     if verbose:
         after += [f"{clean(r.gpu)}: {clean(r.price_source)}" for r in projection.rows if r.price_source]
     else:
         sources = {clean(r.gpu): clean(r.price_source) for r in projection.rows if r.price_source}
-        after += [f"{gpu}: {source}" for gpu, source in sources.items()] if len(sources) <= 8 else [
-            "the source and date of each price: --verbose"
-        ]
+        after += (
+            [f"{gpu}: {source}" for gpu, source in sources.items()]
+            if len(sources) <= 8
+            else ["the source and date of each price: --verbose"]
+        )
     return [
         Section(f"The whole job: {clean(projection.job or 'unknown')}", table=tuple(rows), after=tuple(after)),
         Section("Not known from this run", tuple(clean(r, 300) for r in reasons(projection))),
     ]
+
+
+def _projection_row(row: ProjectionRow) -> tuple[str, ...]:
+    return (
+        clean(row.gpu, 40) + (" (here)" if row.here else ""),
+        f"{row.memory_gb:g} GB" if row.memory_gb else units.NA,
+        units.count(row.largest_batch),
+        estimate(row.queries_per_s),
+        hours_text(row.hours),
+        units.NA if row.usd_per_hour is None else f"{row.usd_per_hour:.2f}",
+        usd_text(row.usd),
+        clean(row.basis or "", 60),
+    )
 
 
 def _not_known(view: RunView) -> Section:

@@ -363,9 +363,7 @@ def test_doubtful_flags(flag: str, doubtful: bool) -> None:
 
 
 def test_median_of_one_two_and_three_offers(monkeypatch: pytest.MonkeyPatch) -> None:
-    offers = [
-        Price(p, "i", "r", "T4", 1, usd, None, p, "s", "") for p, usd in [("c", 9.0), ("a", 1.0), ("b", 2.0)]
-    ]
+    offers = [Price(p, "i", "r", "T4", 1, usd, None, p, "s", "") for p, usd in [("c", 9.0), ("a", 1.0), ("b", 2.0)]]
     for count, expected in [(1, 9.0), (2, 1.0), (3, 2.0)]:
         monkeypatch.setattr(prices, "load_prices", lambda count=count: tuple(offers[:count]))
         quoted = quote("t4")
@@ -379,9 +377,7 @@ def test_loading_is_light() -> None:
         "import sys, ft_insight.catalog as c; c.quote('h100')\n"
         "heavy = {'torch', 'textual', 'rapidfuzz', 'numpy', 'scipy'} & set(sys.modules); print(sorted(heavy))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
     load_gpus.cache_clear()
     load_prices.cache_clear()

@@ -82,9 +82,7 @@ def test_byte_order_mark_blank_lines_crlf_and_odd_line_separators(tmp_path: Path
 def test_limit_counts_usable_rows_and_reads_no_further(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     empty = {"prompt": "x", "completion": " \n"}
-    path.write_text(
-        "\n".join([json.dumps(empty), json.dumps(PAIR), json.dumps(PAIR), "{broken"]), encoding="utf-8"
-    )
+    path.write_text("\n".join([json.dumps(empty), json.dumps(PAIR), json.dumps(PAIR), "{broken"]), encoding="utf-8")
     assert load_rows(path, limit=2) == LoadedRows(rows=[PAIR, PAIR], shape="prompt/completion", dropped=1)
     _fails(path, "line 4", limit=3)
     _fails(path, "at least 1", limit=0)
