@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from ft_insight import records as r
 from ft_insight.experts import ExpertTally, LayerLoad
+from ft_insight.layer_times import LayerTally, LayerTime
 from ft_insight.stats import CurveBuilder, EvenSample, median
 
 RECENT_STEPS = 20
@@ -111,6 +112,10 @@ class RunView:
     memory: r.Memory | None = None
     gpus: tuple[GpuView, ...] = ()
     experts: tuple[LayerLoad, ...] = ()
+    layers: tuple[LayerTime, ...] = ()
+    """Mean time per layer and kind, per micro-batch, from the sampled steps."""
+    layer_steps: int = 0
+    """Steps that were sampled for it."""
     expert_method: str | None = None
     expert_padding_counted: bool = False
     notices: tuple[r.Notice, ...] = ()
@@ -217,6 +222,7 @@ class RunState:
         self._most_slots = 0
         self._gpus: dict[str, _GpuState] = {}
         self._experts = ExpertTally()
+        self._layers = LayerTally()
         self._micro: EvenSample[r.MicroBatch] = EvenSample()
         self._rest: EvenSample[float] = EvenSample(512)
         self._phase_clock = "host"
@@ -277,6 +283,9 @@ class RunState:
 
     def _on_experts(self, experts: r.Experts) -> None:
         self._experts.add(experts)
+
+    def _on_layers(self, layers: r.Layers) -> None:
+        self._layers.add(layers)
 
     def _on_gpu(self, gpu: r.Gpu) -> None:
         for sample in gpu.samples:
@@ -341,6 +350,8 @@ class RunState:
             memory=self._memory,
             gpus=tuple(gpu.view() for gpu in self._gpus.values()),
             experts=self._experts.layers(),
+            layers=self._layers.layers(),
+            layer_steps=self._layers.steps,
             expert_method=self._experts.method,
             expert_padding_counted=self._experts.padding_counted,
             notices=tuple(self._notices.values()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ft_insight import units
+from ft_insight.layer_times import MOE_KINDS, KindTime, by_kind
 from ft_insight.records import Projection
 from ft_insight.run import RunView
 from ft_insight.verdict import findings
@@ -15,6 +16,7 @@ def summary_lines(view: RunView, path: str | None = None) -> list[str]:
     """Return at most twelve lines: verdict, evidence, next step, and how to ask for more."""
     lines = [f"ft-insight  {headline(view)}"]
     lines += _row("where time went", _where(view))
+    lines += _row("layers", _layers(view))
     lines += _row("experts", _experts(view))
     lines += _row("throughput", _throughput(view))
     lines += _row("fit", fit_text(view.fit) if view.fit else None)
@@ -36,6 +38,20 @@ def _where(view: RunView) -> str | None:
     text = shares(view.phases)
     apart = shares(tuple(p for p in view.outside if p.name in ("evaluation", "saving")))
     return f"{text}  (of the run: {apart})" if apart else text
+
+
+def _layers(view: RunView) -> str | None:
+    kinds = by_kind(view.layers)
+    if not kinds:
+        return None
+    moe = sum(k.share for k in kinds if k.kind in MOE_KINDS)
+    parts = [f"MoE {units.share(moe)} (experts {units.share(_share(kinds, 'experts'))})"] if moe else []
+    parts += [f"{clean(k.words, 40)} {units.share(k.share)}" for k in kinds if k.kind not in MOE_KINDS]
+    return "  ".join(parts[:5])
+
+
+def _share(kinds: tuple[KindTime, ...], name: str) -> float:
+    return next((k.share for k in kinds if k.kind == name), 0.0)
 
 
 def _experts(view: RunView) -> str | None:

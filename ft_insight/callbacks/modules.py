@@ -42,22 +42,22 @@ class Part:
     parent: Part | None = None
 
 
-def find_parts(model: nn.Module) -> list[Part]:
+def find_parts(model: Any) -> list[Part]:
     """Find all parts of a causal language model, in the order in which they are defined; [] if it has no decoder."""
-    bare = bare_model(model)
+    bare: Any = bare_model(model)
     names = {id(module): plain_name(name) for name, module in model.named_modules()}
     found = _decoder_layers(bare)
     if found is None:
         return []
     layers, home = found
     routers = {id(router.module) for router in find_routers(model)}
-    parts = [*_single(names, attempt(bare.get_input_embeddings), "embedding")]  # type: ignore[operator]
+    parts = [*_single(names, attempt(lambda: bare.get_input_embeddings()), "embedding")]
     for index, module in enumerate(layers):
         parts += _layer_parts(names, module, index, routers)
     for child in home.children():
         if child is not layers and kind_of(child, routers) == "norm":
             parts += _single(names, child, "final_norm")
-    head = attempt(bare.get_output_embeddings)  # type: ignore[operator]
+    head = attempt(lambda: bare.get_output_embeddings())
     return parts + list(_single(names, head, "head"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ AROUND = -2
 
 @dataclass
 class PartTimes:
-    """Seconds of each part itself, without its inner parts; keys are indices of parts, ``HEAD_AND_LOSS``, ``AROUND``."""
+    """Seconds of each part itself, inner parts apart; keys are indices of parts, ``HEAD_AND_LOSS``, ``AROUND``."""
 
     forward_s: dict[int, float] = field(default_factory=dict)
     recompute_s: dict[int, float] = field(default_factory=dict)
@@ -47,7 +48,7 @@ def replay(marks: Sequence[Mark], parts: Sequence[Part], clock: HostClock) -> Pa
     layers = [i for i, part in enumerate(parts) if part.kind == "layer"]
     last_layer = layers[-1] if layers else None
     state = _State()
-    for mark, following in zip(marks, marks[1:], strict=False):
+    for mark, following in itertools.pairwise(marks):
         if mark.what == "micro":
             state = _State()
         _step(state, mark, last_layer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ft_insight import units
 from ft_insight.catalog import SNAPSHOT_DATE
 from ft_insight.experts import LayerLoad
+from ft_insight.layer_times import by_kind
 from ft_insight.reader import Status
 from ft_insight.records import Projection, ProjectionRow
 from ft_insight.report.layout import Section
@@ -21,6 +22,7 @@ def report_sections(view: RunView, status: Status) -> list[Section]:
         _status(view, status),
         Section("Findings", tuple(clean(f.text, 300) for f in findings(view))),
         _time(view),
+        _layers(view),
         _throughput(view),
         _training(view),
         _experts(view),
@@ -57,6 +59,40 @@ def _time(view: RunView) -> Section:
     if view.self_share is not None:
         after.append(f"ft-insight itself took {units.share(view.self_share)} of step time, as it measured itself")
     return Section("Where the time went", table=tuple(rows) if view.phases else (), after=tuple(after))
+
+
+def _layers(view: RunView) -> Section:
+    if not view.layers:
+        return Section("Time per kind of layer")
+    rows: list[tuple[str, ...]] = [("kind", "forward", "recompute", "backward", "share")]
+    rows += [
+        (clean(k.words, 40), *(_part_of(s) for s in (k.forward_s, k.recompute_s, k.backward_s)), units.share(k.share))
+        for k in by_kind(view.layers)
+    ]
+    after = [f"mean of a micro-batch over {view.layer_steps:,} sampled steps; each kind's own time, inner parts apart"]
+    slowest = _slowest_layer(view)
+    if slowest:
+        after.append(slowest)
+    return Section("Time per kind of layer", table=tuple(rows), after=tuple(after))
+
+
+def _part_of(seconds: float) -> str:
+    return units.duration(seconds) if seconds else "-"
+
+
+def _slowest_layer(view: RunView) -> str | None:
+    sums: dict[int, float] = {}
+    for time in view.layers:
+        if time.layer is not None:
+            sums[time.layer] = sums.get(time.layer, 0.0) + time.total_s
+    if len(sums) < 2:
+        return None
+    slowest = max(sums, key=sums.__getitem__)
+    mean = sum(sums.values()) / len(sums)
+    return (
+        f"decoder layers take {units.duration(mean)} each on average; the slowest, layer {slowest}, "
+        f"{units.duration(sums[slowest])}"
+    )
 
 
 def _throughput(view: RunView) -> Section:

@@ -202,9 +202,11 @@ def test_small_nets(variant: str, reentrant: bool | None, virtual: VirtualClock)
     net = Net(book, variant, reentrant)
     layers = [Part(f"layers.{i}", b, "layer", i) for i, b in enumerate(net.layers)]
     parts = list(layers)
-    for layer in layers:
-        for kind in ("norm", "mlp"):
-            parts.append(Part(f"{layer.name}.{kind}", getattr(layer.module, kind), kind, layer.layer, layer))
+    parts += [
+        Part(f"{layer.name}.{kind}", getattr(layer.module, kind), kind, layer.layer, layer)
+        for layer in layers
+        for kind in ("norm", "mlp")
+    ]
     failures: list[Any] = []
     timer = LayerTimer(parts, HostClock(), Guard(lambda *failure: failures.append(failure)))
     plain = Net(Book(virtual), variant, reentrant)
