@@ -118,3 +118,53 @@ def test_two_ranks_choose_one_folder_by_default(tmp_path: Path) -> None:
     assert len(names) == 2
     assert names[0].endswith("run.jsonl")
     assert names[1] == names[0].replace("run.jsonl", "run.rank1.jsonl")
+
+
+PLANTED = """
+import os, sys
+from pathlib import Path
+import torch
+from collections import defaultdict
+from ft_insight import FtInsightCallback
+from ft_insight import records as r
+from ft_insight.callbacks import clock as clock_module, output as output_module
+from ft_insight.demo.tiny import build_tokenizer
+from tests.train.conftest import Log, moe_model, token_rows
+from tests.train.planted import Book, VirtualClock
+from tests.train.test_layers import measured, plant_everywhere
+from trl import SFTConfig, SFTTrainer
+torch.set_num_threads(1)
+clock = VirtualClock()
+clock_module.perf_counter = output_module.perf_counter = clock
+book, model = Book(clock), moe_model()
+plant_everywhere(model, book)
+SFTTrainer(
+    model=model,
+    args=SFTConfig(output_dir=sys.argv[1], max_steps=3, per_device_train_batch_size=2, save_strategy="no",
+                   gradient_accumulation_steps=2, logging_steps=1, report_to=[], bf16=False, use_cpu=True,
+                   disable_tqdm=True, dataloader_pin_memory=False),
+    train_dataset=token_rows([8] * 64),
+    processing_class=build_tokenizer(["one two"], vocab_size=300),
+    callbacks=[FtInsightCallback(layers_every=1)],
+).train()
+path = Path(os.environ["FT_INSIGHT_LOG"])
+log = Log(path if os.environ["RANK"] == "0" else path.with_name("run.rank1.jsonl"))
+assert len(log.of(r.Layers)) == 3
+assert measured(log) == {name: dict(rows) for name, rows in book.done.items()}, (measured(log), book.done)
+assert book.done["recompute"]
+"""
+
+
+def test_layers_are_exact_in_both_of_two_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PLANTED)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)]
+        + [str(tmp_path / "out")],
+        env=environment(tmp_path / "run.jsonl", OMP_NUM_THREADS="1"),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
