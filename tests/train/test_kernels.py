@@ -20,7 +20,7 @@ from ft_insight import records as r
 from ft_insight.callbacks.guard import Guard, Hook
 from ft_insight.callbacks.kernel_scopes import Scope, weight_roles
 from ft_insight.callbacks.kernels import KernelWindow, from_json, summarise
-from ft_insight.callbacks.modules import find_parts
+from ft_insight.callbacks.modules import Part, find_parts
 from ft_insight.catalog import find_gpu
 from ft_insight.demo.tiny import lora_config
 from tests.train.conftest import MakeTrainer, moe_model
@@ -168,15 +168,64 @@ def test_an_expert_without_tokens_changes_nothing() -> None:
     assert pick(kernels, "matmul_w1_w3").flops == 2 * pick(kernels, "matmul_w2").flops == 2 * 96 * HIDDEN * 2 * INNER
 
 
-def test_weights_of_equal_shape_are_told_apart() -> None:
-    # 2 * intermediate == hidden: up and down have the same shape
-    model = moe_model(hidden_size=32, intermediate_size=16).train()
-    model.set_experts_implementation("eager")
+class Odd(nn.Module):
+    """Fused experts of square weights, W3 used twice and W2 three times: only following the weights tells them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("w1", "w3", "w2"):
+            self.register_parameter(name, nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN) / 8))
+
+    def forward(self, x: torch.Tensor, experts: list[int]) -> torch.Tensor:
+        for e in experts:
+            up = fn.linear(x, self.w3[e]) + torch.einsum("th,ih->ti", x, self.w3[e])
+            inner = fn.silu(x @ self.w1[e].mT) * up
+            stacked = torch.stack([self.w2[e], self.w2[e]]).to(torch.float64).to(torch.float32)
+            inner = torch.bmm(inner.expand(2, -1, -1), stacked.transpose(1, 2)).sum(0)
+            x = x + torch.addmm(inner, inner, self.w2[e].contiguous().t()) + torch.matmul(inner, self.w2[e, :, :].T)
+        return x
+
+
+@pytest.mark.parametrize("hit", [[0, 1, 2, 3], [3], []])
+def test_bare_weights_of_equal_shape_are_followed(hit: list[int]) -> None:
+    module = Odd()
+    recorder = KernelWindow([Part("layers.0.experts", module, "experts", 0)], Guard(no_failure))
+    recorder.open()
+    module(torch.randn(5, HIDDEN, requires_grad=True), hit).sum().backward()
+    kernels = summarise(recorder.close(), gpu=None)
+    found = {(x.role, x.pass_name): x for x in kernels.roles if x.role.startswith("matmul")}
+    if not hit:
+        assert not found
+        return
+    one = 2 * 5 * HIDDEN * HIDDEN * len(hit)
+    assert {role for role, _ in found} == {"matmul_w1", "matmul_w2", "matmul_w3"}
+    for role, calls, products in (("matmul_w1", 1, 1), ("matmul_w3", 2, 2), ("matmul_w2", 3, 4)):
+        assert found[role, "forward"].calls == calls * len(hit)
+        assert found[role, "forward"].flops == products * one
+        assert found[role, "backward"].flops == 2 * products * one
+    assert share_of_other(kernels) < 0.05
+
+
+def test_four_bit_experts_dequantise() -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    model = Hybrid()
+    for layer in model.layers:
+        for expert in getattr(layer.mixer, "local_experts", ()):
+            for name in ("linear_fc1", "linear_fc2"):
+                dense = getattr(expert, name).weight.data
+                packed = bnb.nn.Linear4bit(dense.shape[1], dense.shape[0], bias=False, quant_type="nf4")
+                packed.weight = bnb.nn.Params4bit(dense, requires_grad=False, quant_type="nf4")
+                setattr(expert, name, packed.to("cpu"))
     inputs = batch()
-    hits = sum(len(h) for h in chosen(model, inputs))
+    train(model, inputs)()  # quantises
     kernels = profiled(model, train(model, inputs))
-    assert pick(kernels, "matmul_w1_w3").calls == pick(kernels, "matmul_w2").calls == hits
-    assert pick(kernels, "matmul_w1_w3").flops == 2 * pick(kernels, "matmul_w2").flops
+    rows = 24 * 2 * 2
+    for role in ("matmul_w1", "matmul_w2"):
+        assert pick(kernels, role).flops == pick(kernels, role, "backward").flops == 2 * rows * HIDDEN * INNER
+    for pass_name in ("forward", "backward"):
+        assert pick(kernels, "dequantise", pass_name).seconds > 0
+    assert share_of_other(kernels) < 0.05
 
 
 # a model in the manner of BlackMamba: separate experts of two layers, and a state-space mixer

@@ -18,9 +18,9 @@ from ft_insight.callbacks import clock as clock_module
 from ft_insight.callbacks import output as output_module
 from ft_insight.callbacks.clock import HostClock
 from ft_insight.callbacks.guard import Guard
-from ft_insight.callbacks.layers import LayerTimer
+from ft_insight.callbacks.layers import LayerTimer, Mark
 from ft_insight.callbacks.modules import Part, find_parts
-from ft_insight.callbacks.replay import layer_record
+from ft_insight.callbacks.replay import HEAD_AND_LOSS, layer_record, replay
 from ft_insight.demo.tiny import lora_config
 from tests.train.conftest import Log, MakeTrainer, dense_model, lora, moe_model, token_rows
 from tests.train.planted import Book, VirtualClock, plant
@@ -294,3 +294,12 @@ def test_parts_of_a_model_under_peft(make_trainer: MakeTrainer) -> None:
         "model.layers.0.mlp.experts",
         "model.layers.1.mlp.experts",
     ]
+
+
+def test_a_post_hook_that_is_missing_ends_with_the_next_part() -> None:
+    parts = [Part("layers.0", nn.Identity(), "layer", 0), Part("layers.0.mlp", nn.Identity(), "mlp", 0)]
+    whats = [("micro", -1), ("backward", -1), ("begin", 1), ("recompute", 1), ("begin", 0), ("backward end", -1)]
+    marks = [Mark(what, part, float(t), None) for t, (what, part) in enumerate([*whats, ("micro end", -1)])]
+    times = replay(marks, parts, HostClock())
+    assert times is not None
+    assert (times.recompute_s, times.backward_s) == ({1: 1.0}, {HEAD_AND_LOSS: 1.0, 1: 1.0, 0: 1.0})
