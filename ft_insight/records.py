@@ -21,11 +21,11 @@ import msgspec
 SCHEMA = 1
 """Version of this vocabulary. Raised only when an old reader would misunderstand a new log."""
 
-STEP_PHASES = ("data_wait", "forward", "loss", "backward", "clip", "optimizer", "callbacks", "other")
+STEP_PHASES = ("data_wait", "forward", "loss", "recompute", "backward", "clip", "optimizer", "callbacks", "other")
 """The step ledger's buckets, in the order in which a step passes through them.
 
 ``data_wait`` is fetching, collating and moving to the device; ``loss`` is what lies between the model's forward
-and backward; ``callbacks`` are all callbacks of the trainer, this one included; ``other`` is the remainder.
+and backward; ``recompute`` is what gradient checkpointing computes anew within backward; ``callbacks`` are all callbacks of the trainer, this one included; ``other`` is the remainder.
 """
 
 OUTSIDE_KINDS = ("startup", "evaluation", "saving", "logging", "callbacks", "between")
@@ -149,7 +149,7 @@ class MicroBatch(msgspec.Struct, frozen=True, array_like=True):
     loss_tokens: int | None
     """Terms of the cross-entropy sum: labels other than -100 after the shift by one."""
     compute_s: float | None
-    """Forward, loss and backward together."""
+    """Forward, loss, recomputation and backward together."""
 
 
 class Memory(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -368,15 +368,17 @@ class KernelRole(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Of the time of all roles."""
     calls: int
     flops: float | None = None
-    """From shapes: matrix products, convolutions and attention only."""
+    """From shapes: matrix products, convolutions and attention only, the latter as if nothing were masked."""
     bytes: float | None = None
-    """From shapes: each operand once, the least that must move; not told for gathering and scattering."""
+    """From shapes: each operand once, the least that must move. None where shapes do not tell, as in gathering."""
     theoretical_occupancy_percent: float | None = None
     """Computed from launch shape and card, weighted by time. It is not measured, whatever the trace calls it."""
     blocks_per_sm: float | None = None
     sm_percent: float | None = None
     """Measured by Nsight Compute, weighted by time, as in the paper's Fig. 9."""
     memory_percent: float | None = None
+    """Measured by Nsight Compute, weighted by time: the busiest part of the memory system, caches included."""
+    dram_percent: float | None = None
     """Measured by Nsight Compute, weighted by time, as in the paper's Fig. 10."""
     ncu_coverage: float | None = None
     """Share of this role's time whose kernels are in Nsight Compute's report."""
@@ -394,6 +396,8 @@ class KernelName(msgspec.Struct, frozen=True, array_like=True):
     pass_name: str
     seconds: float
     calls: int
+    grid: str | None = None
+    """Blocks launched, as ``64x8x1``: one kernel serves several roles, with grids of different size."""
 
 
 class Kernels(Base, frozen=True, kw_only=True, tag="kernels"):

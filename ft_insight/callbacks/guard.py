@@ -105,6 +105,42 @@ class Patch:
             setattr(owner, self._name, self._was_own)
 
 
+class CheckpointSeam:
+    """Stands in for the function that a decoder layer checkpoints itself with, and tells when it recomputes.
+
+    What is checkpointed runs a second time within backward; ``begins`` and ``ends`` are told of that time. A copy of
+    the model gets the original function.
+    """
+
+    def __init__(self, original: Callable[..., Any], begins: Callable[[], bool], ends: Callable[[], None]) -> None:
+        self.original = original
+        self._begins = begins
+        self._ends = ends
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Checkpoint ``function``, watching its second run."""
+
+        def watched(*inner: Any, **named: Any) -> Any:
+            if not self._begins():
+                return function(*inner, **named)
+            try:
+                return function(*inner, **named)
+            finally:  # a checkpoint that has recomputed enough leaves by an exception
+                self._ends()
+
+        return self.original(watched, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any]]:
+        return _same, (self.original,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return self.original
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
 def inert(*args: Any, **kwargs: Any) -> None:
     """Do nothing: what a hook becomes in a copy of the model."""
 

@@ -69,7 +69,7 @@ class _Open:
     micro: int = -1
 
 
-COMPUTE = ("forward", "loss", "backward")
+COMPUTE = ("forward", "loss", "recompute", "backward")
 
 
 class Ledger:

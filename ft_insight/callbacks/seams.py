@@ -7,17 +7,22 @@ after an exception. So a handful of its methods are stood in for, on this one in
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ft_insight.callbacks.guard import Hook, Patch
+from ft_insight.callbacks.guard import CheckpointSeam, Hook, Patch
+from ft_insight.callbacks.layers import in_backward
 
 if TYPE_CHECKING:
     from ft_insight.callbacks.session import Session
 
 Call = Callable[..., Any]
+
+CHECKPOINT = "_gradient_checkpointing_func"
+"""Where transformers keeps the function that a layer checkpoints itself with."""
 
 
 class Seams:
@@ -26,6 +31,7 @@ class Seams:
     def __init__(self) -> None:
         self._patches: list[Patch] = []
         self._handles: list[Any] = []
+        self._checkpoints: list[tuple[weakref.ref[nn.Module], CheckpointSeam]] = []
 
     def install(self, session: Session, trainer: Any, model: nn.Module) -> list[str]:
         """Take up the trainer's and the model's seams; return the names of those that are not there."""
@@ -43,9 +49,26 @@ class Seams:
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             session.forward_ends()
 
+        self.watch_checkpoints(session, model)
         self._handles.append(model.register_forward_pre_hook(Hook(guard, "ledger", before), with_kwargs=True))
         self._handles.append(model.register_forward_hook(Hook(guard, "ledger", after)))
         return missing
+
+    def watch_checkpoints(self, session: Session, model: nn.Module) -> None:
+        """Hear of every recomputation of a layer that checkpoints itself, as transformers' layers do."""
+
+        def begins() -> bool:
+            return bool(in_backward() and session.guard.run("ledger", session.recompute_begins))
+
+        def ends() -> None:
+            session.guard.run("ledger", session.recompute_ends)
+
+        for module in model.modules():
+            original = vars(module).get(CHECKPOINT)
+            if callable(original):
+                seam = CheckpointSeam(original, begins, ends)
+                setattr(module, CHECKPOINT, seam)
+                self._checkpoints.append((weakref.ref(module), seam))
 
     def hook_router(self, session: Session, index: int, module: nn.Module) -> None:
         """Hear of every choice of one router."""
@@ -61,7 +84,12 @@ class Seams:
             patch.remove()
         for handle in self._handles:
             handle.remove()
+        for reference, seam in self._checkpoints:
+            module = reference()
+            if module is not None and vars(module).get(CHECKPOINT) is seam:
+                setattr(module, CHECKPOINT, seam.original)
         self._patches.clear()
+        self._checkpoints.clear()
         self._handles.clear()
 
 

@@ -216,6 +216,17 @@ class Session:
         if self.ledger.in_step:
             self.ledger.switch("other")
 
+    def recompute_begins(self) -> bool:
+        """A checkpointed layer is computed anew within backward; False if that is none of a step's."""
+        if not self.ledger.in_step:
+            return False
+        self.ledger.enter("recompute")
+        return True
+
+    def recompute_ends(self) -> None:
+        """It has recomputed what backward needs."""
+        self.ledger.leave()
+
     def step_ended(self, state: Any) -> None:
         """An optimizer step is complete, gradients zeroed, before any callback hears of it."""
         if not self.ledger.in_step:

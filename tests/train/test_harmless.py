@@ -19,6 +19,8 @@ from ft_insight import FtInsightCallback
 from ft_insight import records as r
 from ft_insight.callbacks import FtInsightWarning
 from ft_insight.callbacks import session as session_module
+from ft_insight.callbacks.guard import CheckpointSeam, Hook
+from ft_insight.callbacks.routers import RouterCounter
 from tests.train.conftest import Log, MakeTrainer, dense_model, lora, moe_model, token_rows
 
 IDENTICAL: dict[str, dict[str, Any]] = {
@@ -51,7 +53,7 @@ def losses_and_weights(make_trainer: MakeTrainer, callbacks: list[Any], settings
 def test_losses_and_weights_are_bit_identical(case: str, make_trainer: MakeTrainer, tmp_path: Path) -> None:
     without, weights = losses_and_weights(make_trainer, [], IDENTICAL[case])
     observed, observed_weights = losses_and_weights(
-        make_trainer, [FtInsightCallback(tmp_path / "run.jsonl")], IDENTICAL[case]
+        make_trainer, [FtInsightCallback(tmp_path / "run.jsonl", layers_every=1)], IDENTICAL[case]
     )
     assert len(Log(tmp_path / "run.jsonl").steps) == IDENTICAL[case].get("max_steps", 4)
     assert observed == without
@@ -62,6 +64,8 @@ def assert_nothing_left(trainer: SFTTrainer) -> None:
     for module in trainer.model.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
             assert not any("ft_insight" in type(hook).__module__ for hook in hooks.values())
+    for module in trainer.model.modules():
+        assert not isinstance(vars(module).get("_gradient_checkpointing_func"), CheckpointSeam)
     for owner in (trainer, trainer.accelerator, trainer.optimizer, trainer.callback_handler):
         for name, value in vars(owner).items():
             assert not hasattr(value, "__ft_insight__"), name
@@ -173,7 +177,7 @@ def test_a_failing_collector_is_one_warning_and_no_more(
     targets = {
         "batches": (session_module, "measure"),
         "memory": (session_module.MemoryReader, "read"),
-        "experts": (session_module.RouterCounter, "count"),
+        "experts": (RouterCounter, "count"),
         "ledger": (session_module.Ledger, "open_step"),
         "logs": (session_module.Session, "logged"),
     }
@@ -218,23 +222,49 @@ def test_a_full_disk_does_not_stop_training(
 class Copies(TrainerCallback):
     """Copies the model in the middle of training, as averaging callbacks do."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, pickled: bool) -> None:
+        self.pickled = pickled
         self.copies: list[Any] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]  # noqa: S301 - our own bytes
+        self._copy(model)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self._copy(model)  # here the layers' hooks are in the model
+
+    def _copy(self, model: Any) -> None:
+        self.copies = [copy.deepcopy(model)]
+        if self.pickled:
+            self.copies.append(pickle.loads(pickle.dumps(model)))  # noqa: S301 - our own bytes
 
 
-def test_the_model_copies_and_pickles_during_training_and_the_copies_are_free(
-    make_trainer: MakeTrainer, tmp_path: Path
+# upstream's own hooks keep mixtures of experts and checkpointed models from being pickled, with or without ours
+@pytest.mark.parametrize(
+    ("model", "checkpointing", "pickled"),
+    [(dense_model, False, True), (moe_model, False, False), (moe_model, True, False)],
+)
+def test_copies_of_the_model_made_during_training_are_free(
+    model: Any, checkpointing: bool, pickled: bool, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
-    copies = Copies()
-    trainer = make_trainer([FtInsightCallback(tmp_path / "run.jsonl"), copies])
+    copies = Copies(pickled=pickled)
+    path = tmp_path / "run.jsonl"
+    trainer = make_trainer(
+        [FtInsightCallback(path, layers_every=1), copies], model=model(), checkpointing=checkpointing
+    )
     trainer.train()
-    steps = len(Log(tmp_path / "run.jsonl").records)
-    for model in copies.copies:
-        model(input_ids=torch.tensor([[11, 12, 13]]))
-    assert len(Log(tmp_path / "run.jsonl").records) == steps
+    assert Log(path).notices == []
+    written = len(Log(path).records)
+    for copied in copies.copies:
+        copied(input_ids=torch.tensor([[11, 12, 13]]))
+        assert_free(copied)
+    assert len(Log(path).records) == written
+
+
+def assert_free(model: Any) -> None:
+    for module in model.modules():
+        assert not isinstance(vars(module).get("_gradient_checkpointing_func"), CheckpointSeam)
+        for hook in [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]:
+            assert not isinstance(hook, Hook)
 
 
 def test_oom_retries_are_segments_of_one_log(

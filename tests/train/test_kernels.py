@@ -60,10 +60,8 @@ def train(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Callable[[], Non
     return step
 
 
-def pick(kernels: r.Kernels, role: str, pass_name: str = "forward", kind: str | None = None) -> r.KernelRole:
-    found = [
-        x for x in kernels.roles if x.role == role and x.pass_name == pass_name and (kind is None or x.kind == kind)
-    ]
+def pick(kernels: r.Kernels, role: str, when: str = "forward", kind: str | None = None) -> r.KernelRole:
+    found = [x for x in kernels.roles if x.role == role and x.pass_name == when and (kind is None or x.kind == kind)]
     assert len(found) == 1, [(x.kind, x.role, x.pass_name) for x in kernels.roles]
     return found[0]
 
@@ -108,7 +106,7 @@ def test_matmuls_of_experts_and_router_match_hand_counts(implementation: str) ->
     assert pick(kernels, "matmul_router").calls == LAYERS
     assert pick(kernels, "matmul_router", "backward").flops == 2 * pick(kernels, "matmul_router").flops
     assert share_of_other(kernels) < 0.05
-    assert not any(x.pass_name == "recompute" for x in kernels.roles)
+    assert "recompute" not in {x.pass_name for x in kernels.roles}
 
 
 def test_attention_and_head_match_hand_counts() -> None:
@@ -122,7 +120,8 @@ def test_attention_and_head_match_hand_counts() -> None:
     assert pick(kernels, "attention").flops == LAYERS * 2 * 2 * (2 * 2 * 12 * 12 * 16)
     assert pick(kernels, "head_matmul").flops == 2 * 24 * HIDDEN * 300
     assert pick(kernels, "norm", kind="final_norm").seconds > 0
-    assert {"embedding", "loss", "rotary", "norm"} <= {x.role for x in kernels.roles if x.pass_name == "forward"}
+    assert all(pick(kernels, role, kind=kind).seconds > 0 for kind, role in (("head", "loss"), ("attention", "rotary")))
+    assert pick(kernels, "embedding").calls == 1
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -151,6 +150,15 @@ def test_recomputation_is_told_from_forward(implementation: str, adapters: bool,
     kinds = {(x.kind, x.pass_name) for x in lora}
     passes = ("forward", "recompute", "backward")
     assert kinds == ({(k, p) for k in ("experts", "router", "attention") for p in passes} if adapters else set())
+
+
+def test_eager_attention_keeps_its_scores_apart_from_rotation() -> None:
+    model = moe_model(attn_implementation="eager").train()
+    kernels = profiled(model, train(model, batch()))
+    attention = pick(kernels, "attention")
+    assert attention.flops == LAYERS * 2 * 2 * (2 * 2 * 12 * 12 * 16)
+    # queries and keys: two products and a sum each, and half of it negated
+    assert pick(kernels, "rotary", kind="attention").calls >= LAYERS * 2 * 4
 
 
 def test_an_expert_without_tokens_changes_nothing() -> None:
@@ -206,6 +214,32 @@ def test_bare_weights_of_equal_shape_are_followed(hit: list[int]) -> None:
     assert share_of_other(kernels) < 0.05
 
 
+def test_adapters_of_separate_experts() -> None:
+    import peft
+
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules=["linear_fc1", "linear_fc2", "in_proj"])
+    model = peft.get_peft_model(Hybrid(), config)
+    kernels = profiled(model, train(model, batch()))
+    rows = 24 * 2 * 2
+    for role in ("matmul_w1", "matmul_w2"):
+        assert pick(kernels, role).flops == 2 * rows * HIDDEN * INNER
+        assert pick(kernels, role, "backward").flops == pick(kernels, role).flops  # for the input alone
+    assert pick(kernels, "lora", kind="experts").flops == 2 * 2 * rows * 4 * (HIDDEN + INNER)
+    assert pick(kernels, "lora", kind="mamba").flops == 2 * 2 * 24 * 4 * (HIDDEN + 2 * HIDDEN)
+    assert share_of_other(kernels) < 0.05
+
+
+def test_a_compiled_model_is_profiled_without_hooks() -> None:
+    model = moe_model().train()
+    recorder = window(model, scoped=False)
+    recorder.open()
+    assert hooks(model) == 0
+    train(model, batch())()
+    kernels = summarise(recorder.close(), gpu=None)
+    assert {x.kind for x in kernels.roles} == {"outside"}
+
+
 def test_four_bit_experts_dequantise() -> None:
     bnb = pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)
@@ -223,8 +257,8 @@ def test_four_bit_experts_dequantise() -> None:
     rows = 24 * 2 * 2
     for role in ("matmul_w1", "matmul_w2"):
         assert pick(kernels, role).flops == pick(kernels, role, "backward").flops == 2 * rows * HIDDEN * INNER
-    for pass_name in ("forward", "backward"):
-        assert pick(kernels, "dequantise", pass_name).seconds > 0
+    for when in ("forward", "backward"):
+        assert pick(kernels, "dequantise", when).seconds > 0
     assert share_of_other(kernels) < 0.05
 
 
@@ -322,8 +356,8 @@ def test_black_mamba_like_model() -> None:
     assert pick(kernels, "matmul_router").flops == 2 * 24 * 2 * HIDDEN * 3
     assert pick(kernels, "mamba_matmul").flops == 2 * 24 * 2 * HIDDEN * 3 * HIDDEN
     assert pick(kernels, "mamba_convolution").calls == 2
-    for pass_name in ("forward", "backward"):
-        scan = pick(kernels, "mamba_scan", pass_name)
+    for when in ("forward", "backward"):
+        scan = pick(kernels, "mamba_scan", when)
         assert scan.seconds > 0
         assert scan.calls >= 2 * 12 * 2  # a product and a sum for each position
     assert {"gather_scatter", "softmax_topk"} <= {x.role for x in kernels.roles if x.kind in MOE}
@@ -419,7 +453,7 @@ def test_model_can_be_copied_and_pickled_in_a_window() -> None:
     recorder = window(model)
     recorder.open()
     twin = copy.deepcopy(model)
-    pickled = pickle.loads(pickle.dumps(model))
+    pickled = pickle.loads(pickle.dumps(model))  # noqa: S301
     loss = model(**inputs).loss
     assert torch.equal(twin(**inputs).loss, loss)
     assert torch.equal(pickled(**inputs).loss, loss)

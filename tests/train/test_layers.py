@@ -144,7 +144,8 @@ def test_every_kind_is_exact_in_a_real_trainer(
     for step in log.steps:
         layers = next(x for x in log.of(r.Layers) if x.step == step.step)
         assert sum(layers.forward_s) == step.phases_s["forward"] + step.phases_s.get("loss", 0)
-        assert sum(layers.backward_s) + sum(layers.recompute_s) == step.phases_s["backward"]
+        assert sum(layers.backward_s) == step.phases_s["backward"]
+        assert sum(layers.recompute_s) == step.phases_s.get("recompute", 0)
 
 
 # small nets, on which other ways to time modules fail or crash

@@ -21,6 +21,7 @@ from ft_insight import records as r
 from ft_insight.callbacks import clock as clock_module
 from ft_insight.callbacks import output as output_module
 from tests.train.conftest import Log, MakeTrainer, lora, moe_model, token_rows
+from tests.train.planted import Book, VirtualClock, plant
 
 FETCH, FORWARD, LOSS, BACKWARD, CLIP, OPTIMIZER, CALLBACK, EVALUATE, SAVE, LOG = (
     1.0,
@@ -34,19 +35,6 @@ FETCH, FORWARD, LOSS, BACKWARD, CLIP, OPTIMIZER, CALLBACK, EVALUATE, SAVE, LOG =
     64.0,
     128.0,
 )
-
-
-class VirtualClock:
-    """Time that passes only where the test says so."""
-
-    def __init__(self) -> None:
-        self.time = 1000.0
-
-    def __call__(self) -> float:
-        return self.time
-
-    def work(self, seconds: float) -> None:
-        self.time += seconds
 
 
 @pytest.fixture
@@ -124,7 +112,7 @@ def run_planted(virtual: VirtualClock, make_trainer: MakeTrainer, path: Path, **
     trainer = make_trainer(
         [OtherCallback(virtual), FtInsightCallback(path)],
         model=model,
-        trainer_class=planted_trainer(virtual),
+        trainer_class=settings.pop("trainer_class", None) or planted_trainer(virtual),
         **settings,
     )
     collate = trainer.data_collator
@@ -250,3 +238,49 @@ def test_a_real_step_adds_up_by_the_real_clock(make_trainer: MakeTrainer, tmp_pa
         assert sum(step.phases_s.values()) == pytest.approx(step.wall_s, rel=0.02)
         assert step.phases_s["forward"] > 0
         assert step.phases_s["backward"] > 0
+
+
+def test_a_model_called_twice_per_micro_batch(virtual: VirtualClock, make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    """As preference losses do, and with a second call without gradients, as metrics do."""
+
+    class Twice(planted_trainer(virtual)):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            result = super().compute_loss(model, dict(inputs), *args, **kwargs)
+            again = super().compute_loss(model, dict(inputs), *args, **kwargs)
+            with torch.no_grad():
+                model(input_ids=inputs["input_ids"])
+            return result + again
+
+    log = run_planted(virtual, make_trainer, tmp_path / "run.jsonl", trainer_class=Twice)
+    for step in log.steps:
+        assert step.phases_s["forward"] == 2 * FORWARD
+        # what lies around the calls, and the call that only metrics need
+        assert step.phases_s["loss"] == 2 * LOSS + FORWARD
+        assert step.phases_s["backward"] == 2 * BACKWARD
+
+
+def test_a_step_that_the_scaler_skipped_is_told(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    trainer = make_trainer([FtInsightCallback(path)])
+    skipping = type(trainer.accelerator)
+
+    class Skipping(skipping):  # type: ignore[valid-type, misc]
+        @property
+        def optimizer_step_was_skipped(self) -> bool:
+            # global_step has moved on to 1 when we ask, and is still 0 when the trainer does
+            return bool(trainer.state.global_step <= 1)
+
+    trainer.accelerator.__class__ = Skipping
+    trainer.train()
+    assert [s.skipped for s in Log(path).steps] == [True, None, None, None]
+
+
+def test_recompute_is_a_phase_of_every_step(virtual: VirtualClock, make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    model = moe_model()
+    for layer in model.model.layers:
+        plant(layer.mlp, Book(virtual), (0, "moe"), 4.0)
+    log = run_planted(virtual, make_trainer, tmp_path / "run.jsonl", model=model, checkpointing=True)
+    for step in log.steps:
+        assert step.phases_s["forward"] == FORWARD + 2 * 4.0
+        assert step.phases_s["recompute"] == 2 * 4.0
+        assert step.phases_s["backward"] == BACKWARD + 2 * (2.0 + 1.0)
