@@ -18,6 +18,7 @@ from trl import SFTTrainer
 from ft_insight import FtInsightCallback
 from ft_insight import records as r
 from ft_insight.callbacks import FtInsightWarning
+from ft_insight.callbacks import observer as observer_module
 from ft_insight.callbacks import session as session_module
 from ft_insight.callbacks.guard import CheckpointSeam, Hook
 from ft_insight.callbacks.routers import RouterCounter
@@ -133,6 +134,48 @@ def test_an_exception_in_the_trainers_own_work(where: str, make_trainer: MakeTra
     assert_nothing_left(trainer)
 
 
+def test_a_fault_that_the_user_catches_ends_nothing(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    """Some skip a batch that does not fit, or an evaluation that fails, and train on."""
+
+    class Forgiving(SFTTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            if self.model.training and self.state.global_step == 1:
+                loss.register_hook(lambda _: 1 / 0)
+            return loss
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().training_step(*args, **kwargs)
+            except ZeroDivisionError:
+                return torch.tensor(0.0)
+
+        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().evaluate(*args, **kwargs)
+            except ZeroDivisionError:
+                return {}
+
+        def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+            raise ZeroDivisionError
+
+    path = tmp_path / "run.jsonl"
+    trainer = make_trainer(
+        [FtInsightCallback(path)],
+        trainer_class=Forgiving,
+        eval_rows=token_rows([6, 6]),
+        eval_strategy="steps",
+        eval_steps=2,
+    )
+    trainer.train()
+    log = Log(path)
+    assert (log.end.status, [s.step for s in log.steps]) == ("completed", [1, 2, 3, 4])
+    assert {s.step for s in log.of(r.Span) if s.kind == "evaluation"} == {2, 4}
+    for step in log.steps:
+        assert sum(step.phases_s.values()) == pytest.approx(step.wall_s, rel=1e-3)
+    assert_nothing_left(trainer)
+
+
 def test_ctrl_c_is_an_interruption_and_training_can_start_again(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     bomb = Bomb("on_step_end", KeyboardInterrupt())
@@ -175,10 +218,10 @@ def test_a_failing_collector_is_one_warning_and_no_more(
         raise ZeroDivisionError("planted")
 
     targets = {
-        "batches": (session_module, "measure"),
-        "memory": (session_module.MemoryReader, "read"),
+        "batches": (observer_module, "measure"),
+        "memory": (observer_module.MemoryReader, "read"),
         "experts": (RouterCounter, "count"),
-        "ledger": (session_module.Ledger, "open_step"),
+        "ledger": (observer_module.Ledger, "open_step"),
         "logs": (session_module.Session, "logged"),
     }
     monkeypatch.setattr(*targets[collector], fail)

@@ -1,0 +1,261 @@
+"""What a trainer does, as its seams tell it: turned into marks in the ledger, counts, and records.
+
+The methods are called in the order of a training run, within the trainer's own calls, each behind the guard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ft_insight import records as r
+from ft_insight.callbacks.batches import Shape, measure
+from ft_insight.callbacks.clock import HostClock
+from ft_insight.callbacks.expert_watch import ExpertWatch
+from ft_insight.callbacks.guard import Guard
+from ft_insight.callbacks.layer_watch import LayerWatch, Look
+from ft_insight.callbacks.memory import MemoryReader
+from ft_insight.callbacks.output import Output
+from ft_insight.callbacks.phases import ClosedStep, Ledger, StepTimes
+from ft_insight.callbacks.routers import Flush
+
+
+@dataclass
+class StepFacts:
+    """What is known of a step beside its times."""
+
+    step: int
+    epoch: float | None
+    shapes: list[Shape]
+    memory: r.Memory | None
+    skipped: bool | None
+    experts: list[Flush] = field(default_factory=list)
+    look: Look | None = None
+
+
+class Observer:
+    """Takes in what happens and puts out records. Collectors that are None are off."""
+
+    def __init__(self, output: Output, guard: Guard, clock: HostClock, memory: MemoryReader) -> None:
+        self.output = output
+        self.guard = guard
+        self.ledger = Ledger(clock, self._on_step)
+        self.experts: ExpertWatch | None = None
+        self.layers: LayerWatch | None = None
+        self.pad_token_id: int | None = None
+        self.step_was_skipped: Callable[[], bool] = bool
+        """Tells whether the gradient scaler has skipped the optimizer."""
+        self.seams = 0
+        """How many of the trainer's calls that are watched are on the stack."""
+        self._memory = memory
+        self._shapes: list[Shape] = []
+        self._spent_s = guard.spent_s
+        self._outside: list[str] = []
+        self._opened_s = 0.0
+        self._in_forward = False
+
+    def finish(self) -> dict[str, float]:
+        """Training is over: tell all that is still to be told; return the seconds since the last step, by kind."""
+        self.guard.run("ledger", self.ledger.resolve, wait=True)
+        self.guard.run("experts", self._finish_experts)
+        return self.guard.run("ledger", self.ledger.remaining) or {}
+
+    def _finish_experts(self) -> None:
+        self.ledger.clock.wait()
+        watch = self.experts
+        if watch is None or watch.counter is None:
+            return
+        watch.finish(self.output.put, self.output.step, round(self.output.clock(), 3))
+        if watch.counter.calls == 0 and self.output.state.view().totals.steps:
+            self.output.notice("experts", "the routers were never called: tokens per expert are unknown", off=True)
+
+    def let_go(self) -> None:
+        """Take the layers' hooks out of the model."""
+        if self.layers is not None:
+            self.layers.timer.remove()
+
+    def _look(self, method: str, *args: Any) -> Any:
+        """Tell the layer timer of something, behind the guard."""
+        if self.layers is not None and self.layers.timer.installed:
+            return self.guard.run("layers", getattr(self.layers.timer, method), *args)
+        return None
+
+    # steps
+
+    def data_requested(self) -> None:
+        """The trainer asks for the micro-batches of a new step."""
+        self._shapes = []
+        self._opened_s = self.ledger.clock.now()
+        if self.layers is not None:
+            self.guard.run("layers", self.layers.step_begins)
+        self.ledger.open_step()
+        self.ledger.enter("data_wait")
+
+    def data_arrived(self, batches: int) -> None:
+        """They are there; none are at the end of an epoch that is shorter than announced."""
+        self.ledger.leave()
+        if batches == 0:
+            self.ledger.drop_step()
+            self.let_go()
+
+    def micro_begins(self, inputs: Any) -> int:
+        """A micro-batch is about to be computed; return a mark for :meth:`micro_ends`."""
+        if self.ledger.in_step:
+            self.ledger.begin_micro(len(self._shapes))
+            self._shapes.append(self.guard.run("batches", measure, inputs, self.pad_token_id) or Shape())
+            self._look("micro_begins")
+        return self.ledger.depth
+
+    def micro_ends(self, depth: int) -> None:
+        """It was computed, or failed."""
+        self._in_forward = False
+        self.ledger.unwind(depth)
+        if self.ledger.in_step:
+            self._look("micro_ends")
+            self.ledger.switch("other")
+            self.ledger.begin_micro(-1)
+
+    def backward_begins(self) -> None:
+        """Autograd starts on a micro-batch."""
+        self.ledger.enter("backward")
+        self._look("mark", "backward")
+
+    def backward_ends(self) -> None:
+        """The gradients of a micro-batch are there."""
+        self._look("mark", "backward end")
+        self.ledger.leave()
+        if self.ledger.in_step:
+            self.ledger.switch("other")
+
+    def recompute_begins(self) -> bool:
+        """A checkpointed layer is computed anew within backward; False if that is none of a step's."""
+        if not self.ledger.in_step:
+            return False
+        self.ledger.enter("recompute")
+        return True
+
+    def recompute_ends(self) -> None:
+        """It has recomputed what backward needs."""
+        self.ledger.leave()
+
+    def step_ended(self, state: Any) -> None:
+        """An optimizer step is complete, gradients zeroed, before any callback hears of it."""
+        if not self.ledger.in_step:
+            return
+        self.output.step = state.global_step
+        known = StepFacts(
+            step=state.global_step,
+            epoch=state.epoch,
+            shapes=self._shapes,
+            memory=self.guard.run("memory", self._memory.read),
+            skipped=True if self.step_was_skipped() else None,
+        )
+        self._shapes = []
+        now = self.ledger.clock.now()
+        if self.experts is not None:
+            known.experts = self.guard.run("experts", self.experts.take, now) or []
+        if self.layers is not None:
+            known.look = self.guard.run("layers", self.layers.step_ends, known.step, now - self._opened_s)
+        spent = self.guard.spent_s
+        self.ledger.close_step(spent - self._spent_s, known)
+        self._spent_s = spent
+
+    def _on_step(self, step: ClosedStep, times: StepTimes) -> None:
+        known: StepFacts = step.facts  # type: ignore[assignment]
+        micro = []
+        for index, shape in enumerate(known.shapes):
+            compute = times.micro_s.get(index)
+            counts = shape.resolved(arrived=times.confirmed)
+            micro.append(r.MicroBatch(**counts, compute_s=None if compute is None else round(compute, 7)))
+        self.output.put(
+            r.Step(
+                step=known.step,
+                t_s=self.output.since_start(step.begin_s),
+                wall_s=round(step.end_s - step.begin_s, 7),
+                phases_s=rounded(times.phases_s),
+                clock=times.clock,
+                before_s=rounded(step.before_s),
+                micro=tuple(micro),
+                epoch=None if known.epoch is None else round(known.epoch, 5),
+                memory=known.memory,
+                skipped=known.skipped,
+                self_s=round(step.self_s, 7),
+            )
+        )
+        now = round(self.output.clock(), 3)
+        if self.experts is not None:
+            tell = self.experts.tell
+            self.guard.run("experts", tell, known.experts, self.output.put, known.step, now, arrived=times.confirmed)
+        if self.layers is not None and known.look is not None:
+            self.guard.run("layers", self.layers.tell, known.look, self.output.put, now, arrived=times.confirmed)
+
+    # the model
+
+    def forward_begins(self, module: nn.Module, arguments: dict[str, Any]) -> None:
+        """The root of the model is called."""
+        grad = torch.is_grad_enabled()
+        training = self.ledger.in_step and module.training and grad
+        mode = "train" if training else "evaluation" if "evaluation" in self._outside and not module.training else None
+        if self.experts is not None:
+            self.guard.run("experts", self.experts.forward_begins, mode, arguments.get("attention_mask"))
+        self._in_forward = training
+        if training:
+            self.ledger.enter("forward")
+            self._look("mark", "forward")
+
+    def forward_ends(self) -> None:
+        """It returned."""
+        if self._in_forward:
+            self._in_forward = False
+            self.ledger.leave()
+            self.ledger.switch("loss")
+
+    def router_chose(self, index: int, output: Any) -> None:
+        """A router of the model returned."""
+        if self.experts is not None and self.experts.counter is not None:
+            self.experts.counter.count(index, output)
+
+    # outside of steps
+
+    def outside_begins(self, kind: str) -> bool:
+        """An evaluation, a save or logging begins; False if it is part of another one."""
+        self._outside.append(kind)
+        if self.ledger.in_step or len(self._outside) > 1:
+            return False
+        self.ledger.enter(kind)
+        return True
+
+    def outside_ends(self, kind: str, outermost: bool, step: int) -> None:
+        """It ended."""
+        if kind in self._outside:
+            self._outside.remove(kind)
+        if not outermost:
+            return
+        end = self.ledger.leave()
+        if kind == "logging":
+            return
+        seconds = self.ledger.take_outside(kind)
+        begin = self.output.since_start(end - seconds)
+        self.output.put(r.Span(kind=kind, t_s=begin, wall_s=round(seconds, 7), step=step))
+
+    def event_begins(self, name: str, state: Any) -> bool:
+        """The trainer is about to tell all callbacks of an event; False if their time is part of something else."""
+        if name == "on_step_end":
+            self.step_ended(state)
+        if self._outside:
+            return False
+        self.ledger.enter("callbacks")
+        return True
+
+    def event_ends(self) -> None:
+        """All callbacks have heard of it."""
+        self.ledger.leave()
+
+
+def rounded(seconds: dict[str, float]) -> dict[str, float]:
+    """Round to a tenth of a microsecond, below which no clock here tells anything."""
+    return {name: round(value, 7) for name, value in seconds.items()}
