@@ -100,6 +100,36 @@ def make_model(size: dict[str, int], vocabulary: int) -> Any:
     )
 
 
+def make_trainer(model: str, steps: int, folder: str) -> SFTTrainer:
+    """Build the trainer that all modes share: LoRA on a random Mixtral, checkpointing, rows of 40 to 200 tokens."""
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    size = SIZES[model]
+    tokenizer = build_tokenizer(["one two three"], vocab_size=1000)
+    lengths = random.Random(0).choices(range(40, 200), k=size["rows"])
+    rows = [[random.Random(i).randrange(10, len(tokenizer)) for _ in range(n)] for i, n in enumerate(lengths)]
+    config = SFTConfig(
+        output_dir=folder,
+        per_device_train_batch_size=size["batch"],
+        max_steps=steps,
+        logging_steps=10,
+        report_to=[],
+        save_strategy="no",
+        bf16=False,
+        use_cpu=True,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        **_checkpointing(SFTConfig),
+    )
+    return SFTTrainer(
+        model=make_model(size, len(tokenizer)),
+        args=config,
+        train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}),
+        processing_class=tokenizer,
+        peft_config=lora_config(),
+    )
+
+
 def measure(trainer: Any, callback: Any, steps: int) -> tuple[float, float]:
     """Train some steps with a callback; return the median wall and CPU seconds of a step."""
     watch = Stopwatch()
@@ -122,34 +152,9 @@ def main() -> None:
     parser.add_argument("--other", choices=["sync"], nargs="*", default=[])
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
-    logging.set_verbosity_error()
     torch.set_num_threads(arguments.threads)
-    size = SIZES[arguments.model]
-    tokenizer = build_tokenizer(["one two three"], vocab_size=1000)
-    lengths = random.Random(0).choices(range(40, 200), k=size["rows"])
-    rows = [[random.Random(i).randrange(10, len(tokenizer)) for _ in range(n)] for i, n in enumerate(lengths)]
     with tempfile.TemporaryDirectory() as folder:
-        config = SFTConfig(
-            output_dir=folder,
-            per_device_train_batch_size=size["batch"],
-            max_steps=arguments.steps,
-            logging_steps=10,
-            report_to=[],
-            save_strategy="no",
-            bf16=False,
-            use_cpu=True,
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-            **_checkpointing(SFTConfig),
-        )
-        trainer = SFTTrainer(
-            model=make_model(size, len(tokenizer)),
-            args=config,
-            train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}),
-            processing_class=tokenizer,
-            peft_config=lora_config(),
-        )
+        trainer = make_trainer(arguments.model, arguments.steps, folder)
         log = iter(Path(folder) / f"{i}.jsonl" for i in range(10_000))
         modes: dict[str, Any] = {
             "without": lambda: None,
