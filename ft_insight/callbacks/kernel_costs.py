@@ -24,27 +24,25 @@ def charge(ops: list[Op], streaming: set[str]) -> None:
     ``streaming`` are the names of operators that read their operands and write one result of the largest's size.
     """
     for op in reversed(ops):  # what lies within comes first
-        if op.annotation or not op.name.startswith("aten::"):
-            below = op.cost_below
-        else:
-            below = op.cost_below or _charge(op, op.name.removeprefix("aten::"), streaming)
-        if below and op.parent is not None:
-            op.parent.cost_below = True
+        if op.name.startswith("aten::") and not op.annotation:
+            _charge(op, op.name.removeprefix("aten::"), streaming)
+        if op.parent is not None:
+            op.parent.flops_below |= op.flops_below or op.flops is not None
+            op.parent.bytes_below |= op.bytes_below or op.bytes is not None
 
 
-def _charge(op: Op, name: str, streaming: set[str]) -> bool:
+def _charge(op: Op, name: str, streaming: set[str]) -> None:
     shapes = [s for s in op.dims if _is_shape(s)]
     try:
-        op.flops, moved = _flops(name, shapes)
+        flops, moved = _flops(name, shapes)
     except (IndexError, TypeError, ValueError):
-        return False
-    if op.flops is not None:
-        op.bytes = moved * item_size(op)
-    elif name in streaming:
+        return  # a form of it that is not known
+    if flops is not None and not op.flops_below:
+        op.flops, op.bytes = flops, moved * item_size(op)
+    elif flops is None and name in streaming and not op.bytes_below:
         operands = [prod(s) * _SIZES.get(str(t), 1) for s, t in zip(op.dims, op.types, strict=False) if _is_shape(s)]
         if operands:
             op.bytes = sum(operands) + (0 if name in _MOVES_ONLY_ITS_OPERANDS else max(operands))
-    return op.bytes is not None
 
 
 def item_size(op: Op) -> int:
@@ -63,8 +61,9 @@ def _is_shape(value: Any) -> bool:
 
 def _flops(name: str, shapes: list[Any]) -> tuple[float | None, float]:
     """Return FLOPs, and how many elements they read and write."""
-    if name in _PRODUCTS:
-        return _product(name, shapes[1:] if name in ("addmm", "baddbmm") else shapes)
+    plain = name.rstrip("_")
+    if plain in _PRODUCTS:
+        return _product(plain, shapes[1:] if plain in ("addmm", "baddbmm") else shapes)
     if name in ("convolution", "_convolution", "conv1d", "mkldnn_convolution", "cudnn_convolution"):
         inputs, kernel = shapes[:2]
         # same length in as out: what a causal convolution pads and cuts is not seen

@@ -75,7 +75,7 @@ def plan(parts: list[Part], root: nn.Module | None) -> tuple[list[Scope], list[M
     for position, mark in enumerate(marks):
         part = followed.get(id(mark.module))  # type: ignore[assignment]
         if part is not None:
-            marks[position] = Mark(mark.module, mark.scope, weight_roles(part.module), _role_scopes(table, part.kind))
+            marks[position] = Mark(mark.module, mark.scope, _weights_of(part), _role_scopes(table, part.kind))
     return table, marks
 
 
@@ -86,16 +86,22 @@ def _role_scopes(table: list[Scope], kind: str) -> dict[str, int]:
     return {role: first + i for i, role in enumerate((*roles, "lora"))}
 
 
+def _weights_of(part: Part) -> dict[int, str]:
+    return weight_roles(part.module, part.name.rpartition(".")[2] if part.kind == "experts" else "")
+
+
 def _part_scopes(part: Part) -> Iterator[tuple[nn.Module, Scope]]:
     inner = unwrap(part.module)
     if inner is part.module:
-        yield part.module, Scope(part.kind, _matmul_role(part.kind, None))
+        # a linear layer beside the experts weighs what another one computes
+        gate = part.kind == "shared_expert" and isinstance(inner, nn.Linear)
+        yield part.module, Scope(part.kind, "matmul_router" if gate else _matmul_role(part.kind, None))
     else:  # what PEFT computes around a part, to merge an adapter into its weights
         yield part.module, Scope(part.kind, forced="lora")
         yield inner, Scope(part.kind, _matmul_role(part.kind, None))
     if part.kind in ("layer", "moe"):
         return  # their leaves belong to the parts within
-    weights = weight_roles(part.module)
+    weights = _weights_of(part)
     for name, module in part.module.named_modules():
         scope = _leaf_scope(part.kind, name, module, weights)
         if scope is not None and module is not part.module and module is not inner:
@@ -137,20 +143,20 @@ def _matmul_role(kind: str, weight: str | None) -> str | None:
     return {"attention": "attention_matmul", "mamba": "mamba_matmul"}.get(kind)
 
 
-def weight_roles(module: nn.Module) -> dict[int, str]:
+def weight_roles(module: nn.Module, name_of_module: str = "") -> dict[int, str]:
     """Tell the weights of a feed-forward part apart: id -> w1, w3, w1_w3 (fused), w2 or lora."""
     found: dict[int, str] = {}
     sizes: dict[str, int] = {}
     unnamed: list[nn.Parameter] = []
     for name, weight in module.named_parameters(remove_duplicate=False):
-        role = _named(name)
+        role = _named(f"{name_of_module}.{name}")
         if role is None:
             if weight.dim() >= 2 and "bias" not in name:
                 unnamed.append(weight)
             continue
         found[id(weight)] = role
         sizes[role] = weight.numel()
-    if unnamed and "w2" not in sizes:
+    if len(unnamed) > 1 and "w2" not in sizes:
         # nameless layers of a Sequential: the last one defined leads back to the residual stream
         roles = ["w1"] * (len(unnamed) - 1) + ["w2"] if len(unnamed) != 3 else ["w1", "w3", "w2"]
         found |= {id(w): role for w, role in zip(unnamed, roles, strict=True)}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C._profiler import _ExperimentalConfig
-from torch.overrides import _get_current_function_mode
+from torch.overrides import _get_current_function_mode as _mode
 
 from ft_insight import records as r
 from ft_insight.callbacks.guard import Guard, Hook
@@ -46,7 +46,7 @@ class _Leave(Hook):
 
 @dataclass
 class KernelTrace:
-    """What a window brought home; ``source`` saves the trace as JSON to a path."""
+    """What a window brought home; ``source`` saves the trace as JSON to a path, which torch allows once."""
 
     source: Callable[[str], object]
     scopes: list[Scope]
@@ -92,6 +92,8 @@ class KernelWindow:
     guard: Guard
     trace_path: Path | None = None
     root: nn.Module | None = None
+    scoped: bool = True
+    """False for a compiled model, which hooks would compile anew: then parts and roles are mostly unknown."""
     _handles: list[Any] = field(default_factory=list)
     _stacks: _Stacks = field(default_factory=_Stacks)
     _followers: list[Follower] = field(default_factory=list)
@@ -107,10 +109,10 @@ class KernelWindow:
         """Start recording; raise where somebody else's profiler already does."""
         if self.is_open:
             return
-        if torch.autograd._profiler_enabled():
+        if torch._C._autograd._profiler_enabled():
             raise RuntimeError("another torch profiler is running")
         try:
-            self._scopes, marks = plan(self.parts, self.root)
+            self._scopes, marks = plan(self.parts, self.root) if self.scoped else ([], [])
             for mark in marks:
                 self._hook(mark)
             self._profiler = _profiler()
@@ -134,9 +136,9 @@ class KernelWindow:
         handles.append(mark.module.register_forward_hook(leave_hook, always_call=True))
 
     def _enter(self, key: int, mark: Mark) -> None:
-        scope = torch.profiler.record_function(f"{PREFIX}{mark.scope}")
+        scope: Any = torch.profiler.record_function(f"{PREFIX}{mark.scope}")
         scope.__enter__()
-        follower = None
+        follower: Any = None
         if mark.weights and mark.roles is not None:
             follower = Follower(self.guard, mark.weights, mark.roles)
             self._followers.append(follower)
@@ -154,7 +156,7 @@ class KernelWindow:
         each = opened.pop()
         if each.follower is not None:
             each.follower.active = False
-            if _get_current_function_mode() is each.follower:
+            if _current_mode() is each.follower:
                 each.follower.__exit__(None, None, None)
             self._followers.remove(each.follower)
         each.range.__exit__(None, None, None)
@@ -162,7 +164,7 @@ class KernelWindow:
 
     def close(self) -> KernelTrace | None:
         """Stop recording and remove everything; return what was recorded."""
-        profiler, _ = self._profiler, self._release()
+        profiler = self._release()
         if profiler is None:
             return None
         profiler.stop()
@@ -171,13 +173,14 @@ class KernelWindow:
 
     def abandon(self) -> None:
         """Remove everything and forget what was recorded. Harmless where nothing is open."""
-        profiler, _ = self._profiler, self._release()
+        profiler = self._release()
         if profiler is not None:
             with contextlib.suppress(Exception):
                 profiler.stop()
 
-    def _release(self) -> None:
-        self._profiler = None
+    def _release(self) -> Any:
+        """Take all hooks and scopes away; return the profiler, which still runs."""
+        profiler, self._profiler = self._profiler, None
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -188,6 +191,11 @@ class KernelWindow:
             with contextlib.suppress(Exception):
                 self._pop(opened)
         self._followers.clear()
+        return profiler
+
+
+def _current_mode() -> Any:
+    return _mode()  # type: ignore[no-untyped-call]
 
 
 def _profiler() -> Any:
@@ -195,7 +203,8 @@ def _profiler() -> Any:
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     # the profiler's own tree of events costs several times the step; the exported trace is enough
-    config = _ExperimentalConfig(**({"trace_only": True} if _knows_trace_only() else {}))
+    options: dict[str, Any] = {"trace_only": True} if _knows_trace_only() else {}
+    config = _ExperimentalConfig(**options)
     return torch.profiler.profile(activities=activities, record_shapes=True, experimental_config=config)
 
 
@@ -204,7 +213,7 @@ def _knows_trace_only() -> bool:
 
 
 def summarise(trace: KernelTrace, *, gpu: Gpu | None) -> r.Kernels:
-    """Tell a trace by role. Costs some 0.1 s per 10 000 events, and may run in any thread."""
+    """Tell a trace by role. Costs some 0.3 s per 10 000 operators, and may run in any thread, once."""
     read = read_trace(trace.load())
     assign(read, trace.scopes)
     return total(read, trace, gpu)

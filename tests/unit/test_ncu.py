@@ -17,6 +17,8 @@ FILL_IN_TRACE = (
     "(int, at::native::FillFunctor<float>, std::array<char*, 1ul>)"
 )
 
+FORWARD = {"pass_name": "forward"}
+
 HEAD = (
     '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device",'
     '"CC","Section Name","Metric Name","Metric Unit","Metric Value","Rule Name","Rule Type","Rule Description"'
@@ -64,10 +66,10 @@ RAW = (
     'ained_elapsed","gpu__time_duration.sum","launch__registers_per_thread","sm__throughput.avg.pct_of_peak_sustain'
     'ed_elapsed"\n'
     '"","","","","","","","","","","","%","%","ns","register/thread","%"\n'
-    f'"0","41","python3","node1","{GEMM}","1","7","(128, 1, 1)","(64, 8, 1)","0","8.0","20.00","40.00","1,000,000","168",'
-    '"80.00"\n'
-    f'"1","41","python3","node1","{GEMM}","1","7","(128, 1, 1)","(16, 8, 1)","0","8.0","30.00","50.00","500,000","168",'
-    '"60.00"\n'
+    f'"0","41","python3","node1","{GEMM}","1","7","(128, 1, 1)","(64, 8, 1)","0","8.0","20.00","40.00",'
+    '"1,000,000","168","80.00"\n'
+    f'"1","41","python3","node1","{GEMM}","1","7","(128, 1, 1)","(16, 8, 1)","0","8.0","30.00","50.00",'
+    '"500,000","168","60.00"\n'
     f'"2","41","python3","node1","{FILL}","1","7","(512, 1, 1)","(1024, 1, 1)","0","8.0","88.00","90.25","12,500","16",'
     '"10.50"\n'
 )
@@ -99,10 +101,10 @@ def test_older_names_of_metrics(tmp_path: Path) -> None:
 
 def test_summary_that_ncu_has_averaged(tmp_path: Path) -> None:
     text = (
-        '"Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC",'
-        '"Invocations","Section Name","Metric Name","Metric Unit","Minimum","Maximum","Average"\n'
-        f'"41","python3","n","{GEMM}","1","7","(128, 1, 1)","(64, 8, 1)","0","8.0","3","S","Compute (SM) Throughput","%",'
-        '"70","90","80.5"\n'
+        '"Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device",'
+        '"CC","Invocations","Section Name","Metric Name","Metric Unit","Minimum","Maximum","Average"\n'
+        f'"41","python3","n","{GEMM}","1","7","(128, 1, 1)","(64, 8, 1)","0","8.0","3","S","Compute (SM) Throughput",'
+        '"%","70","90","80.5"\n'
     )
     (kernel,) = read_ncu(write(tmp_path / "a.csv", text))
     assert (kernel.sm_percent, kernel.memory_percent, kernel.seconds) == (80.5, None, None)
@@ -141,7 +143,7 @@ def test_missing_file(tmp_path: Path) -> None:
 
 def kernels() -> r.Kernels:
     def role(kind: str, name: str, seconds: float) -> r.KernelRole:
-        return r.KernelRole(kind=kind, role=name, pass_name="forward", seconds=seconds, share=0.1, calls=1)
+        return r.KernelRole(kind=kind, role=name, seconds=seconds, share=0.1, calls=1, **FORWARD)
 
     return r.Kernels(
         step=2,
