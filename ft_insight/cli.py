@@ -89,6 +89,11 @@ def _parser() -> argparse.ArgumentParser:
     project.add_argument("--verbose", action="store_true", help="the source and date of every price")
     project.set_defaults(run=_project)
 
+    ncu = verbs.add_parser("import-ncu", help="fill SM and memory use per role from Nsight Compute's CSV export")
+    ncu.add_argument("csv", metavar="REPORT.csv", help="as written by ncu --csv --page details (or raw)")
+    ncu.add_argument("run_name", nargs="?", metavar="RUN", help=WHICH_RUN)
+    ncu.set_defaults(run=_import_ncu)
+
     demo = verbs.add_parser("demo", help="a real run on a CPU: tiny Mixtral, generated rows, under two minutes")
     demo.add_argument("--no-tui", action="store_true", help="print the report only")
     demo.add_argument("--steps", type=int, default=60, metavar="N", help="optimizer steps (default: %(default)s)")
@@ -138,6 +143,14 @@ def _question(arguments: argparse.Namespace) -> dict[str, object]:
     if arguments.price is not None and not 0 <= arguments.price < math.inf:
         raise ValueError(f"--price must be 0 or more, not {arguments.price:g}")
     return {name: getattr(arguments, name) for name in ("gpu", "queries", "epochs", "seq_len", "price")}
+
+
+def _import_ncu(arguments: argparse.Namespace) -> int:
+    from ft_insight.ncu import import_into
+    from ft_insight.runlog import find_run
+
+    print(import_into(find_run(arguments.run_name), Path(arguments.csv)))
+    return 0
 
 
 def _demo(arguments: argparse.Namespace) -> int:

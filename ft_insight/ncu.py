@@ -17,7 +17,9 @@ from pathlib import Path
 
 import msgspec
 
+from ft_insight.reader import read_run
 from ft_insight.records import KernelName, KernelRole, Kernels
+from ft_insight.runlog import LogWriter
 
 _METRICS = {
     "compute (sm) throughput": "sm",
@@ -244,3 +246,27 @@ def _without_arguments(name: str) -> str:
         if depth == 0:
             return name[:position] if name[position] == "(" else name
     return name
+
+
+def import_into(log: Path, csv: Path) -> str:
+    """Fill the figures of a report into the kernels of a finished run; return what was done, in a line.
+
+    The filled record is appended to the log, so that nothing is lost. Raises :class:`NcuError` for a run that records
+    no kernels on a device, is still going on, or has none of the kernels of the report.
+    """
+    view, status = read_run(log)
+    if view.kernels is None or not view.kernels.names:
+        raise NcuError(f"{log} holds no kernels of a GPU: train with FtInsightCallback(kernels=True) on one first")
+    if not status.over:
+        raise NcuError(f"{log} is still being written ({status.text}): import when the run is over")
+    filled = attach(view.kernels, read_ncu(csv))
+    covered = sum(role.share * (role.ncu_coverage or 0.0) for role in filled.roles)
+    if not covered:
+        raise NcuError(f"{csv} has none of the kernels of {log}: was it taken of the same training?")
+    writer = LogWriter(log, lambda: view.clock_s, append=True)
+    writer.put(filled)
+    writer.close()
+    if writer.failure:
+        raise NcuError(writer.failure)
+    roles = sum(role.sm_percent is not None for role in filled.roles)
+    return f"SM and memory use of {roles} roles, {covered:.0%} of kernel time, added to {log}: ft-insight report {log}"

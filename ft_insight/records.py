@@ -25,7 +25,8 @@ STEP_PHASES = ("data_wait", "forward", "loss", "recompute", "backward", "clip", 
 """The step ledger's buckets, in the order in which a step passes through them.
 
 ``data_wait`` is fetching, collating and moving to the device; ``loss`` is what lies between the model's forward
-and backward; ``recompute`` is what gradient checkpointing computes anew within backward; ``callbacks`` are all callbacks of the trainer, this one included; ``other`` is the remainder.
+and backward; ``recompute`` is what gradient checkpointing computes anew within backward; ``callbacks`` are all
+callbacks of the trainer, this one included; ``other`` is the remainder.
 """
 
 OUTSIDE_KINDS = ("startup", "evaluation", "saving", "logging", "callbacks", "between")
@@ -185,6 +186,8 @@ class Step(Base, frozen=True, kw_only=True, tag="step"):
     memory: Memory | None = None
     skipped: bool | None = None
     """The fp16 gradient scaler skipped the optimizer."""
+    profiled: bool | None = None
+    """A profiler recorded this step, which took longer for it: it counts in no rate and no fit."""
     self_s: float | None = None
     """What ft-insight itself took of this step, by the host's clock."""
 

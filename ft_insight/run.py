@@ -114,6 +114,8 @@ class RunView:
     experts: tuple[LayerLoad, ...] = ()
     layers: tuple[LayerTime, ...] = ()
     """Mean time per layer and kind, per micro-batch, from the sampled steps."""
+    kernels: r.Kernels | None = None
+    """Operators and kernels of one step by role, where that was asked for."""
     layer_steps: int = 0
     """Steps that were sampled for it."""
     expert_method: str | None = None
@@ -223,6 +225,7 @@ class RunState:
         self._gpus: dict[str, _GpuState] = {}
         self._experts = ExpertTally()
         self._layers = LayerTally()
+        self._kernels: r.Kernels | None = None
         self._micro: EvenSample[r.MicroBatch] = EvenSample()
         self._rest: EvenSample[float] = EvenSample(512)
         self._phase_clock = "host"
@@ -237,8 +240,10 @@ class RunState:
         first = self._sums.steps == 0
         work = _work(step)
         self._sums.add(step, work)
-        self._last.append(step)
         self._note_memory(step)
+        if step.profiled:
+            return
+        self._last.append(step)
         if first:
             return
         self._warm.add(step, work)
@@ -286,6 +291,9 @@ class RunState:
 
     def _on_layers(self, layers: r.Layers) -> None:
         self._layers.add(layers)
+
+    def _on_kernels(self, kernels: r.Kernels) -> None:
+        self._kernels = kernels
 
     def _on_gpu(self, gpu: r.Gpu) -> None:
         for sample in gpu.samples:
@@ -352,6 +360,7 @@ class RunState:
             experts=self._experts.layers(),
             layers=self._layers.layers(),
             layer_steps=self._layers.steps,
+            kernels=self._kernels,
             expert_method=self._experts.method,
             expert_padding_counted=self._experts.padding_counted,
             notices=tuple(self._notices.values()),

@@ -12,6 +12,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ft_insight.callbacks.guard import FtInsightWarning
+from ft_insight.callbacks.kernel_watch import DEFAULT_STEP
 from ft_insight.callbacks.session import Options, Session, find_trainer
 
 
@@ -35,6 +36,7 @@ class FtInsightCallback(TrainerCallback):  # type: ignore[misc]
     logs       loss, gradient norm, learning rate and all else that the trainer logs
     experts    tokens per expert and layer
     layers     time per layer and kind of layer, on sampled steps
+    kernels    operators and kernels of one step by role, on request
     gpu        NVML readings, twice a second
     fit        step time against slots, at the end
     projection hours and dollars of the whole job, here and on other GPUs
@@ -50,8 +52,13 @@ class FtInsightCallback(TrainerCallback):  # type: ignore[misc]
         layers_every: Time layers on every so many steps: 1 is each step, 0 none. By default as often as a budget of
             half a percent of the run's time allows, by what it has cost so far.
 
+        kernels: Record one step with torch's profiler and tell its kernels by role: True for an early step, a number
+            for that step of the run. The step itself takes longer, and counts in no rate.
+        trace: Keep that step's chrome trace beside the log.
+
     Raises:
-        ValueError: If ``price`` is not a number of 0 or more, or ``layers_every`` not such a whole number.
+        ValueError: If ``price`` is not a number of 0 or more, or ``layers_every`` or ``kernels`` not such a whole
+            number.
     """
 
     def __init__(
@@ -59,12 +66,17 @@ class FtInsightCallback(TrainerCallback):  # type: ignore[misc]
         path: str | os.PathLike[str] | None = None,
         price: float | None = None,
         layers_every: int | None = None,
+        kernels: bool | int = False,
+        trace: bool = False,
     ) -> None:
         if price is not None and not (isinstance(price, int | float) and math.isfinite(price) and price >= 0):
             raise ValueError(f"price must be US dollars per hour, 0 or more, not {price!r}")
         if layers_every is not None and not (isinstance(layers_every, int) and layers_every >= 0):
             raise ValueError(f"layers_every must be a whole number of steps, 0 or more, not {layers_every!r}")
-        self._options = Options(os.fspath(path) if path is not None else None, price, layers_every)
+        if not isinstance(kernels, int) or kernels < 0:
+            raise ValueError(f"kernels must be True, False or the number of a step, not {kernels!r}")
+        at = DEFAULT_STEP if kernels is True else int(kernels)
+        self._options = Options(os.fspath(path) if path is not None else None, price, layers_every, at, trace)
         self._session: Session | None = None
         self._trainer: weakref.ref[Any] | None = None
 

@@ -148,6 +148,8 @@ def _holds_experts(module: nn.Module) -> bool:
     """Fused experts are 3-D parameters; separate ones a list of two or more modules of one class."""
     if isinstance(module, nn.ModuleList):
         return len(module) > 1 and len({type(m) for m in module}) == 1 and _weights(module[0], 2)
+    if any(isinstance(child, nn.ModuleList) and _holds_experts(child) for child in module.children()):
+        return True  # experts that are kept as lists of their matrices, as 4-bit ones have to be
     own = list(module.parameters(recurse=False))
     return any(isinstance(p, torch.Tensor) and p.dim() == 3 for p in own) and not isinstance(module, nn.Conv1d)
 

@@ -17,6 +17,7 @@ from ft_insight.callbacks.batches import Shape, measure
 from ft_insight.callbacks.clock import HostClock
 from ft_insight.callbacks.expert_watch import ExpertWatch
 from ft_insight.callbacks.guard import Guard
+from ft_insight.callbacks.kernel_watch import KernelWatch
 from ft_insight.callbacks.layer_watch import LayerWatch, Look
 from ft_insight.callbacks.memory import MemoryReader
 from ft_insight.callbacks.output import Output
@@ -35,6 +36,7 @@ class StepFacts:
     skipped: bool | None
     experts: list[Flush] = field(default_factory=list)
     look: Look | None = None
+    profiled: bool | None = None
 
 
 class Observer:
@@ -46,6 +48,7 @@ class Observer:
         self.ledger = Ledger(clock, self._on_step)
         self.experts: ExpertWatch | None = None
         self.layers: LayerWatch | None = None
+        self.kernels: KernelWatch | None = None
         self.pad_token_id: int | None = None
         self.step_was_skipped: Callable[[], bool] = bool
         """Tells whether the gradient scaler has skipped the optimizer."""
@@ -62,6 +65,8 @@ class Observer:
         """Training is over: tell all that is still to be told; return the seconds since the last step, by kind."""
         self.guard.run("ledger", self.ledger.resolve, wait=True)
         self.guard.run("experts", self._finish_experts)
+        if self.kernels is not None:
+            self.guard.run("kernels", self.kernels.finish)
         return self.guard.run("ledger", self.ledger.remaining) or {}
 
     def _finish_experts(self) -> None:
@@ -77,6 +82,9 @@ class Observer:
         """Take the layers' hooks out of the model."""
         if self.layers is not None:
             self.layers.timer.remove()
+        if self.kernels is not None:
+            # under a name of its own: it must run also when the collector has failed and is off
+            self.guard.run("clean-up", self.kernels.let_go)
 
     def _look(self, method: str, *args: Any) -> Any:
         """Tell the layer timer of something, behind the guard."""
@@ -90,7 +98,8 @@ class Observer:
         """The trainer asks for the micro-batches of a new step."""
         self._shapes = []
         self._opened_s = self.ledger.clock.now()
-        if self.layers is not None:
+        recorded = self.kernels is not None and self.guard.run("kernels", self.kernels.step_begins)
+        if self.layers is not None and not recorded:  # one close look at a time
             self.guard.run("layers", self.layers.step_begins)
         self.ledger.open_step()
         self.ledger.enter("data_wait")
@@ -160,6 +169,9 @@ class Observer:
             known.experts = self.guard.run("experts", self.experts.take, now) or []
         if self.layers is not None:
             known.look = self.guard.run("layers", self.layers.step_ends, known.step, now - self._opened_s)
+        if self.kernels is not None:
+            at_s = round(self.output.clock(), 3)
+            known.profiled = self.guard.run("kernels", self.kernels.step_ends, known.step, at_s) or None
         spent = self.guard.spent_s
         self.ledger.close_step(spent - self._spent_s, known)
         self._spent_s = spent
@@ -183,6 +195,7 @@ class Observer:
                 epoch=None if known.epoch is None else round(known.epoch, 5),
                 memory=known.memory,
                 skipped=known.skipped,
+                profiled=known.profiled,
                 self_s=round(step.self_s, 7),
             )
         )

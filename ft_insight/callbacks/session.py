@@ -18,11 +18,14 @@ from ft_insight.callbacks import facts, place, seams
 from ft_insight.callbacks.clock import CudaClock, HostClock
 from ft_insight.callbacks.expert_watch import ExpertWatch
 from ft_insight.callbacks.guard import FtInsightWarning, Guard
+from ft_insight.callbacks.kernel_watch import KernelWatch, trace_path
+from ft_insight.callbacks.kernels import KernelWindow
 from ft_insight.callbacks.layer_watch import LayerWatch, can_time
 from ft_insight.callbacks.memory import MemoryReader
 from ft_insight.callbacks.modules import find_parts
 from ft_insight.callbacks.observer import Observer, rounded
 from ft_insight.callbacks.output import Output
+from ft_insight.catalog import gpu_for_device
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,9 @@ class Options:
     path: str | None = None
     price: float | None = None
     layers_every: int | None = None
+    kernels_at: int = 0
+    """Step of the run whose kernels are recorded; 0 is none."""
+    trace: bool = False
 
 
 class Session:
@@ -73,6 +79,7 @@ class Session:
         observer.pad_token_id = _pad_token_id(trainer, model)
         observer.experts = self.guard.run("experts", self._watch_experts, observer, model, header)
         observer.layers = self.guard.run("layers", self._watch_layers, observer, model, header)
+        observer.kernels = self.guard.run("kernels", self._watch_kernels, model, header)
         self.guard.run("gpu", self.output.start_sampler, header.devices)
         if trainer is None:
             self.output.notice("ledger", "no trainer found on the stack: step times are off", off=True)
@@ -105,6 +112,26 @@ class Session:
             versions=facts.versions(),
             data_parallel_size=facts.attempt(lambda: _data_parallel_size(trainer, args)),
             price_usd_per_hour=self.options.price,
+        )
+
+    def _watch_kernels(self, model: nn.Module, header: r.Header) -> KernelWatch | None:
+        if not self.options.kernels_at or self.place is None:
+            return None
+        device = header.devices[0] if header.devices else None
+        on_gpu = device is not None and device.kind == "cuda"
+        window = KernelWindow(
+            find_parts(model),
+            self.guard,
+            trace_path(self.place.path, self.options.kernels_at) if self.options.trace else None,
+            root=model,
+            scoped=not header.train.compiled,
+        )
+        return KernelWatch(
+            window,
+            self.options.kernels_at,
+            gpu_for_device(device.name, device.memory_bytes) if on_gpu and device is not None else None,
+            self.output.put,
+            lambda reason: self.output.notice("kernels", reason, off=True),
         )
 
     def _choose_place(self, header: r.Header, retried: place.Place | None) -> place.Place:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from ft_insight import units
 from ft_insight.catalog import SNAPSHOT_DATE
 from ft_insight.experts import LayerLoad
-from ft_insight.layer_times import by_kind
+from ft_insight.kernel_table import RoleTime, by_role
+from ft_insight.layer_times import KIND_WORDS, by_kind
 from ft_insight.reader import Status
 from ft_insight.records import Projection, ProjectionRow
 from ft_insight.report.layout import Section
@@ -14,6 +17,7 @@ from ft_insight.verdict import findings
 from ft_insight.words import clean, estimate, fit_text, hours_text, phase_word, reasons, usd_text
 
 MOST_EXPERT_COLUMNS = 16
+MOST_KERNEL_ROWS = 20
 
 
 def report_sections(view: RunView, status: Status) -> list[Section]:
@@ -23,6 +27,7 @@ def report_sections(view: RunView, status: Status) -> list[Section]:
         Section("Findings", tuple(clean(f.text, 300) for f in findings(view))),
         _time(view),
         _layers(view),
+        _kernels(view),
         _throughput(view),
         _training(view),
         _experts(view),
@@ -74,6 +79,53 @@ def _layers(view: RunView) -> Section:
     if slowest:
         after.append(slowest)
     return Section("Time per kind of layer", table=tuple(rows), after=tuple(after))
+
+
+def _kernels(view: RunView) -> Section:
+    kernels = view.kernels
+    if kernels is None:
+        return Section("Kernels by role")
+    rows = by_role(kernels.roles)
+    shown = rows[:MOST_KERNEL_ROWS]
+    columns = _kernel_columns(rows, on_device=kernels.clock == "cuda")
+    table = [tuple(columns), *(tuple(show(row) for show in columns.values()) for row in shown)]
+    what = "kernels on the device" if kernels.clock == "cuda" else "operators on the host, without what they call"
+    covered = units.share(sum(row.share for row in shown))
+    after = [
+        f"step {kernels.step} under the profiler, {what}; {len(shown)} of {len(rows)} roles, {covered} of the time"
+    ]
+    if kernels.idle_s is not None and kernels.window_s:
+        after.append(f"the device idled {units.share(kernels.idle_s / kernels.window_s)} of the recorded step")
+    if kernels.trace:
+        after.append(f"chrome trace: {clean(kernels.trace)} beside the log")
+    return Section("Kernels by role", table=tuple(table), after=tuple(after))
+
+
+def _kernel_columns(rows: Sequence[RoleTime], *, on_device: bool) -> dict[str, Callable[[RoleTime], str]]:
+    """Return title -> cell; columns that this trace cannot fill are left out."""
+    columns: dict[str, Callable[[RoleTime], str]] = {
+        "part": lambda row: clean(KIND_WORDS.get(row.kind, row.kind.replace("_", " ")), 40),
+        "role": lambda row: clean(row.role.replace("_", " "), 40),
+        "forward": lambda row: _part_of(row.forward_s),
+        "recompute": lambda row: _part_of(row.recompute_s),
+        "backward": lambda row: _part_of(row.backward_s),
+        "other": lambda row: _part_of(row.other_s),
+        "share": lambda row: units.share(row.share),
+        "calls": lambda row: units.count(row.calls),
+        "TFLOP/s": lambda row: "-" if row.tflops is None else units.significant(row.tflops),
+    }
+    if on_device:
+        columns["of peak"] = lambda row: units.share(row.flops_share)
+        columns["of bandwidth"] = lambda row: units.share(row.bandwidth_share)
+        columns["occupancy (theoretical)"] = lambda row: _percent(row.theoretical_occupancy_percent)
+    if any(row.sm_percent is not None for row in rows):
+        columns["SM (ncu)"] = lambda row: _percent(row.sm_percent)
+        columns["memory (ncu)"] = lambda row: _percent(row.memory_percent)
+    return columns
+
+
+def _percent(value: float | None) -> str:
+    return units.share(None if value is None else value / 100)
 
 
 def _part_of(seconds: float) -> str:

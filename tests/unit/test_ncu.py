@@ -8,7 +8,10 @@ import msgspec
 import pytest
 
 from ft_insight import records as r
+from ft_insight.cli import main
 from ft_insight.ncu import NcuError, attach, read_ncu
+from ft_insight.reader import read_run
+from tests.unit.makers import end, header, steps
 
 GEMM = "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>(T1::Params)"
 FILL = "void at::native::vectorized_elementwise_kernel<(int)4, at::native::FillFunctor<float>>(int, T2, T3)"
@@ -192,3 +195,35 @@ def test_a_report_of_something_else_is_refused(tmp_path: Path) -> None:
 def test_record_survives_the_log() -> None:
     text = msgspec.json.encode(kernels())
     assert msgspec.json.decode(text, type=r.Record) == kernels()
+
+
+def finished_log(path: Path, *records: r.Base, over: bool = True) -> Path:
+    lines = [header(), *steps(2), *records, *([end(2.0)] if over else [])]
+    path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    return path
+
+
+def test_a_finished_run_gets_the_figures_and_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = finished_log(tmp_path / "run.jsonl", kernels())
+    before = log.read_bytes()
+    csv = write(tmp_path / "report.csv", details())
+    assert main(["import-ncu", str(csv), str(log)]) == 0
+    assert "SM and memory use of" in capsys.readouterr().out
+    assert log.read_bytes().startswith(before)
+    view, _ = read_run(log)
+    assert view.kernels == attach(kernels(), read_ncu(csv))
+    assert main(["report", str(log)]) == 0
+    assert "SM (ncu)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("case", ["no kernels", "still written", "no report"])
+def test_bad_imports_are_one_line(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = [] if case == "no kernels" else [kernels()]
+    log = finished_log(tmp_path / "run.jsonl", *records, over=case != "still written")
+    csv = tmp_path / "report.csv"
+    if case != "no report":
+        write(csv, details())
+    assert main(["import-ncu", str(csv), str(log)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("ft-insight: ")
+    assert said.count("\n") == 1
