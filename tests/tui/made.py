@@ -83,6 +83,36 @@ def experts(*layers: tuple[int, ...]) -> r.Experts:
     return r.Experts(step=10, t_s=20.0, mode="train", layers=names, counts=layers, tokens=(100,) * len(layers))
 
 
+def layers(number: int, rows: dict[tuple[int | None, str], tuple[float, float, float]], micro: int = 2) -> r.Layers:
+    """Build one sampled step from seconds of forward, recomputation and backward, summed over micro-batches."""
+    forward, recompute, backward = zip(*rows.values(), strict=True)
+    return r.Layers(
+        step=number,
+        t_s=number * WALL_S,
+        clock="cuda",
+        micro_batches=micro,
+        layers=tuple(layer for layer, _ in rows),
+        kinds=tuple(kind for _, kind in rows),
+        forward_s=forward,
+        recompute_s=recompute,
+        backward_s=backward,
+    )
+
+
+# two micro-batches: 0.8 s of model each; MoE 0.4 s of them, in layer 1 three times as much as in layer 0
+MOE_LAYERS: dict[tuple[int | None, str], tuple[float, float, float]] = {
+    (None, "head_and_loss"): (0.1, 0.0, 0.22),
+    (0, "attention"): (0.05, 0.05, 0.1),
+    (0, "experts"): (0.05, 0.03, 0.1),
+    (0, "router"): (0.005, 0.005, 0.01),
+    (1, "attention"): (0.05, 0.05, 0.1),
+    (1, "input_norm"): (0.01, 0.01, 0.02),
+    (1, "post_attention_norm"): (0.01, 0.01, 0.02),
+    (1, "experts"): (0.15, 0.13, 0.28),
+    (1, "router"): (0.01, 0.01, 0.02),
+}
+
+
 def run(steps: int = 40, **changes: object) -> list[r.Record]:
     out: list[r.Record] = [header(**changes), r.Span(kind="startup", t_s=0, wall_s=1.0, step=0)]
     for number in range(1, steps + 1):

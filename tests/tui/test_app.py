@@ -14,7 +14,7 @@ import pytest
 from ft_insight import records as r
 from ft_insight.runlog import LogWriter
 from ft_insight.tui.app import WatchApp
-from tests.tui.made import encoded, experts, gpu, header, logs, run, step, wait_for
+from tests.tui.made import MOE_LAYERS, encoded, experts, gpu, header, layers, logs, run, step, wait_for
 
 SIZES = [(80, 24), (120, 40), (160, 48)]
 
@@ -118,7 +118,7 @@ async def test_silent_writer(log: Path) -> None:
     log.write_bytes(encoded(run(7)))
     os.utime(log, (time.time() - 40, time.time() - 40))
     async with WatchApp(log).run_test(size=(80, 24)) as pilot:
-        await wait_for(pilot, "▲ silent for 4")
+        await wait_for(pilot, "silent for 4")
 
 
 async def test_truncated_and_replaced_log(log: Path) -> None:
@@ -229,9 +229,119 @@ async def test_projection_and_fit(log: Path) -> None:
         assert "the whole job · 15,000 rows x 10 epochs" in shown
         assert "4.90 [4.30-5.50] 8.5 h [7.60-9.60]" in shown
         assert "$17.90 [16.0-20.0]" in shown
-        assert "B200 hours n/a: no measured peak of [this] card" in shown
+        assert "n/a: hours on B200: no measured peak of [this] card" in shown
         assert "fixed 600 ms" in shown
         assert "median error 2.4%" in shown
+
+
+async def test_reasons_are_said_once(log: Path) -> None:
+    why = {"largest_batch": "no GPU memory was measured", "queries_per_s": "no fit"}
+    rows = tuple(r.ProjectionRow(gpu=name, unknown=why) for name in ("A40", "L40S", "B200"))
+    log.write_bytes(encoded([*run(4), r.Projection(t_s=80, queries=15000, epochs=10, rows=rows)]))
+    async with WatchApp(log).run_test(size=(120, 40)) as pilot:
+        await pilot.press("5")
+        shown = await wait_for(pilot, "n/a: largest batch: no GPU memory was measured")
+        assert shown.count("was measured") == 1
+        assert "n/a: throughput: no fit" in shown
+        assert "_" not in shown
+
+
+# MoE 0.4 of 0.8 s, experts 0.37, router 0.03, attention 0.2, head and loss 0.16, norms 0.04
+KINDS = (
+    ("MoE", "50%", "400 ms"),
+    ("experts", "46%", "370 ms"),
+    ("router", "3.8%", "30.0 ms"),
+    ("attention", "25%", "200 ms"),
+    ("head and loss", "20%", "160 ms"),
+    ("norms", "5.0%", "40.0 ms"),
+)
+
+
+@pytest.mark.parametrize("size", [(120, 40), (160, 48), (80, 48)])
+@pytest.mark.parametrize("on_gpu", [True, False])
+async def test_layers_on_the_overview(log: Path, size: tuple[int, int], on_gpu: bool) -> None:
+    records = [*run(40), layers(3, MOE_LAYERS), layers(20, MOE_LAYERS)]
+    log.write_bytes(encoded(x for x in records if on_gpu or not isinstance(x, r.Gpu)))
+    async with WatchApp(log).run_test(size=size) as pilot:
+        shown = await wait_for(pilot, lambda shown: all(" ".join(k) in " ".join(shown.split()) for k in KINDS))
+        shown = " ".join(shown.split())
+        assert "time per kind of layer · 2 sampled steps, per micro-batch" in shown or (
+            "layers · 2 steps, per micro-batch" in shown
+        )
+        assert "expert 0 takes 70% (even 25%)" in shown
+        if not on_gpu:
+            gpu_panel, layer_panel = pilot.app.query_one(".gpu"), pilot.app.query_one("#overview .layers")
+            assert gpu_panel.region.height <= 6
+            assert layer_panel.region.height >= 8
+
+
+async def test_layers_in_one_line_on_a_small_screen(log: Path) -> None:
+    log.write_bytes(encoded([*run(40), layers(3, MOE_LAYERS)]))
+    async with WatchApp(log).run_test(size=(80, 24)) as pilot:
+        shown = await wait_for(pilot, "layers  MoE 50%  attention 25%  head and loss 20%  norms 5.0%")
+        assert "GPU 0 NVIDIA A40 · util 91%" in shown
+        assert "expert 0 takes 70%" in shown
+        assert "padding fills 25%" in shown
+
+
+async def test_layers_appear_while_watching(log: Path) -> None:
+    records = [header(model=r.ModelFacts(name="dense")), step(1), step(2)]
+    log.write_bytes(encoded(records))
+    async with WatchApp(log).run_test(size=(120, 40)) as pilot:
+        await wait_for(pilot, "from the third step on")
+        dense = {(0, "mlp"): (0.1, 0.0, 0.2), (0, "attention"): (0.03, 0.0, 0.07)}
+        with log.open("ab") as file:
+            file.write(encoded([step(3), layers(3, dense, micro=1)]))
+        # with neither GPU nor experts the panel is laid out anew, across both columns: a frame later than its text
+        wanted = ("1 sampled step, per micro-batch", "MLP 75% 300 ms", "attention 25% 100 ms")
+        shown = await wait_for(pilot, lambda shown: all(w in " ".join(shown.split()) for w in wanted))
+        assert "third step" not in shown
+
+
+async def test_reason_for_no_layers(log: Path) -> None:
+    off = r.Notice(t_s=0, collector="layers", text="no list of decoder layers", off=True)
+    log.write_bytes(encoded([*run(40), off]))
+    async with WatchApp(log).run_test(size=(120, 40)) as pilot:
+        await wait_for(pilot, "n/a: no list of decoder layers")
+        await pilot.press("2")
+        await wait_for(pilot, "n/a: no list of decoder layers")
+
+
+async def test_layers_on_the_time_tab(log: Path) -> None:
+    log.write_bytes(encoded([*run(40), layers(3, MOE_LAYERS)]))
+    async with WatchApp(log).run_test(size=(120, 48)) as pilot:
+        await pilot.press("2")
+        shown = " ".join((await wait_for(pilot, "decoder layers")).split())
+    # forward, recomputation and backward of two micro-batches, halved
+    assert "MoE 108 ms 87.5 ms 205 ms 400 ms 50%" in shown
+    assert "experts 100 ms 80.0 ms 190 ms 370 ms 46%" in shown
+    assert "router 7.50 ms 7.50 ms 15.0 ms 30.0 ms 3.8%" in shown
+    assert "attention 50.0 ms 50.0 ms 100 ms 200 ms 25%" in shown
+    assert "head and loss 50.0 ms 0 s 110 ms 160 ms 20%" in shown
+    assert "post-attention norm 5.00 ms 5.00 ms 10.0 ms 20.0 ms 2.5%" in shown
+    assert "a micro-batch 218 ms 147 ms 435 ms 800 ms" in shown or "a micro-batch 218 ms 148 ms 435 ms" in shown
+    # layer 0: (0.2 + 0.18 + 0.02) / 2; layer 1: (0.2 + 0.04 + 0.04 + 0.56 + 0.04) / 2
+    assert "slowest layer 1 440 ms · mean 320 ms" in shown
+    assert re.search(r"0 ━+ 200 ms", shown)
+    assert re.search(r"1 ━+ 440 ms ◂", shown)
+
+
+async def test_many_decoder_layers(log: Path) -> None:
+    times = {(i, "mlp"): (0.1 if i != 33 else 0.3, 0.0, 0.1) for i in range(80)}
+    log.write_bytes(encoded([*run(4), layers(3, times, micro=1)]))
+    async with WatchApp(log).run_test(size=(120, 48)) as pilot:
+        await pilot.press("2")
+        # 79 of 0.2 s and one of 0.4 s
+        shown = await wait_for(pilot, "slowest layer 33 400 ms · mean 202 ms")
+        assert "layers 0 to 79, each column the slowest of 2" in shown
+
+
+async def test_long_name_of_a_layer_leaves_the_finding(log: Path) -> None:
+    name = "base_model.model." + "model.wrapped." * 20 + "layers.2.mlp.gate"
+    counted = r.Experts(step=10, t_s=20.0, mode="train", layers=(name,), counts=((140, 20, 20, 20),), tokens=(100,))
+    log.write_bytes(encoded([*(x for x in run(40) if not isinstance(x, r.Experts)), counted]))
+    async with WatchApp(log).run_test(size=(120, 40)) as pilot:
+        await wait_for(pilot, "layers.2.mlp.gate: expert 0 takes 70% of tokens")
 
 
 async def test_cost_before_the_end(log: Path) -> None:
@@ -291,6 +401,8 @@ async def test_hostile_text_is_literal(log: Path, size: tuple[int, int]) -> None
         r.Span(kind="[bold]span[/", t_s=83, wall_s=1.0, step=41),
         logs(41, **{"eval_[/]_loss": 1.0, evil: 2.0}),
         r.Experts(step=41, t_s=84.0, mode="train", layers=(evil,), counts=((9, 0),), tokens=(9,), method=evil),
+        layers(41, {(0, evil): (1.0, 0.0, 1.0), (-5, "[/]"): (0.0, 0.0, 0.0)}),
+        r.Notice(t_s=1, collector="layers", text=evil),
         r.Fit(t_s=84, identifiable=False, reason=evil),
         r.Projection(t_s=84, job=evil, rows=(r.ProjectionRow(gpu=evil, here=True, unknown={evil: evil}),)),
         r.End(t_s=85, status="failed", step=41, reason=evil),

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_insight.experts import LayerLoad
-from ft_insight.tui.widgets import experts, plots
+from ft_insight.layer_times import LayerTime
+from ft_insight.run import RunView
+from ft_insight.tui.frame import Frame
+from ft_insight.tui.widgets import experts, layers, plots
 from ft_insight.tui.widgets.text import clean, cut, table, tail, wrap
 
 
@@ -93,3 +97,42 @@ def test_heat_has_its_even_share_in_the_middle() -> None:
     assert experts.heat(1.0) == experts.heat(0.95) == experts.heat(1.05)
     assert experts.heat(0.0) != experts.heat(1.0) != experts.heat(2.0)
     assert experts.heat(math.inf if False else 50.0) == experts.heat(2.0)
+
+
+def _frame(seconds: dict[str, float]) -> Frame:
+    times = tuple(LayerTime(0, kind, value, 0.0, 0.0) for kind, value in seconds.items())
+    return Frame(view=RunView(layers=times, layer_steps=1))
+
+
+def test_layers_that_do_not_fit_are_summed_up() -> None:
+    frame = _frame({"experts": 0.4, "router": 0.06, "attention": 0.3, "head": 0.2, "around": 0.03, "embedding": 0.01})
+    three = [line.plain.split()[: 5 if "others" in line.plain else 4] for line in layers.overview_lines(frame, 30, 3)]
+    assert three == [
+        ["MoE", "46%", "460", "ms"],
+        ["attention", "30%", "300", "ms"],
+        ["3", "others", "24%", "240", "ms"],
+    ]
+    five = [line.plain.split()[:2] for line in layers.overview_lines(frame, 30, 5)]
+    assert five == [["MoE", "46%"], ["experts", "40%"], ["attention", "30%"], ["head", "20%"], ["2", "others"]]
+    everything = layers.overview_lines(frame, 30, 9)
+    assert len(everything) == 7
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["experts", "router", "moe", "attention", "mlp", "input_norm", "final_norm", "head"]),
+        st.floats(0, 100),
+        min_size=1,
+    ),
+    st.integers(1, 12),
+    st.integers(20, 150),
+)
+def test_layers_fit_and_their_shares_add_up(seconds: dict[str, float], height: int, width: int) -> None:
+    lines = layers.overview_lines(_frame(seconds), width, height)
+    assert 1 <= len(lines) <= height
+    if height > 1 and sum(seconds.values()) > 0:
+        shares = [float(re.findall(r"([\d.]+)%", line.plain)[0]) for line in lines if line.plain[0] != " "]
+        assert sum(shares) == pytest.approx(100, abs=1 + len(lines))
+    assert len(layers.compact_line(_frame(seconds), width, 1)) == 1
+    layers.kind_table(_frame(seconds), width, height)
+    layers.decoder_lines(_frame(seconds), width, height)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from makers import end, header, steps
 
 from ft_insight import records as r
 from ft_insight.cli import main
 from ft_insight.ncu import NcuError, attach, read_ncu
 from ft_insight.reader import read_run
-from tests.unit.makers import end, header, steps
 
 GEMM = "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>(T1::Params)"
 FILL = "void at::native::vectorized_elementwise_kernel<(int)4, at::native::FillFunctor<float>>(int, T2, T3)"
