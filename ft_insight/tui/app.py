@@ -132,7 +132,8 @@ class WatchApp(App[str]):
         if self._newest is None or self._frame.paused or self._frame.status.kind not in _MOVING:
             return
         self._frame = replace(self._frame, elapsed_s=self._elapsed(self._newest))
-        self.screen_stack[0].query_one(HeaderBar).show(self._frame)
+        for bar in self.screen_stack[0].query(HeaderBar):  # none while the app is being left
+            bar.show(self._frame)
 
     def _draw(self) -> None:
         screen = self.screen_stack[0]

@@ -28,6 +28,8 @@ _MEANINGS = (
     ("orange", "needs attention"),
     ("curves", "faint: each point; bright: running mean"),
     ("tokens, slots", "without and with padding"),
+    ("recompute", "forward once more, for gradient checkpointing"),
+    ("glue", "what a layer does besides its parts"),
     ("util", "time with any kernel running; SM: cores at work"),
     ("even", "an expert's share if all had the same load"),
     ("dead", "experts that got no token"),

@@ -6,7 +6,7 @@ from textual.app import ComposeResult
 from textual.containers import Container, VerticalScroll
 
 from ft_insight.tui.frame import Frame
-from ft_insight.tui.widgets import costs, experts, gpu_page, gpus, notices, steps, work
+from ft_insight.tui.widgets import costs, experts, gpu_page, gpus, layers, notices, steps, work
 from ft_insight.tui.widgets.panel import Panel
 
 
@@ -28,30 +28,42 @@ class Overview(Page):
             yield from self._panels()
 
     def show(self, frame: Frame) -> None:
-        """Draw another moment; what has neither GPU nor experts leaves its room to the curves."""
-        bare = not frame.view.gpus and not frame.view.experts
-        self.query_one(".machine").set_class(bare and not frame.waiting, "bare")
+        """Draw another moment; what there is nothing to be drawn of leaves its room to the others."""
+        view, body = frame.view, self.query_one(".body")
+        body.set_class(not view.gpus and not frame.waiting, "no-gpu")
+        body.set_class(not view.experts and not frame.waiting, "no-experts")
+        body.set_class(not view.layers, "no-layers")
         super().show(frame)
 
     def _panels(self) -> ComposeResult:
         yield Panel(steps.step_lines, steps.step_title, tall=True)
+        yield Panel(layers.compact_line, "", classes="strip")
         with Container(classes="pair work"):
             yield Panel(work.throughput_lines, "throughput")
             yield Panel(work.loss_lines, "loss")
-        with Container(classes="pair machine"):
+        with Container(classes="machine"):
             yield Panel(gpus.overview_lines, gpus.gpu_title, classes="gpu")
-            yield Panel(experts.overview_lines, experts.expert_title)
+            yield Panel(experts.overview_lines, experts.expert_title, classes="experts", short=experts.short_title)
+            yield Panel(layers.overview_lines, layers.layer_title, classes="layers", short=layers.short_title)
         yield Panel(notices.notice_lines, notices.notice_title, classes="notices", tall=True)
 
 
 class TimePage(Page):
-    """The ledger of time, inside and outside of steps."""
+    """The ledger of time, inside and outside of steps, and by layer."""
+
+    def show(self, frame: Frame) -> None:
+        """Draw another moment; before any layer was timed, one line says so."""
+        self.query_one(".decoder").display = bool(frame.view.layers)
+        super().show(frame)
 
     def compose(self) -> ComposeResult:
-        """Lay out both tables and the curve."""
+        """Lay out the tables and the curve."""
         with Container(classes="pair tables"):
             yield Panel(steps.phase_table, steps.clock_title, classes="wider", tall=True)
             yield Panel(steps.outside_table, steps.outside_title, tall=True)
+        with Container(classes="pair tables"):
+            yield Panel(layers.kind_table, layers.layer_title, classes="wider", tall=True, short=layers.short_title)
+            yield Panel(layers.decoder_lines, layers.decoder_title, classes="decoder", tall=True)
         yield Panel(steps.step_curve, steps.curve_title, classes="curve")
 
 

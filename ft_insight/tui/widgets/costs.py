@@ -25,6 +25,7 @@ from ft_insight.tui.widgets.text import (
     words,
     wrap,
 )
+from ft_insight.words import reasons
 
 LATER = "comes at the end of the run; or: ft-insight project RUN"
 Triple = tuple[float, float, float]
@@ -68,10 +69,8 @@ def projection_lines(frame: Frame, width: int, height: int) -> list[Text]:
     wide = width >= 104
     body = _wide(job.rows, width) if wide else _narrow(job.rows)
     lines = [cut(line, width) for line in body]
-    for row in job.rows:
-        for name, why in row.unknown.items():
-            text = f"{clean(row.gpu, 24)} {clean(name, 24)} {units.NA}: {clean(why)}"
-            lines += wrap(text, width, QUIET, most=2, indent=2)
+    for text in reasons(job):
+        lines += wrap(f"{units.NA}: {clean(text)}", width, QUIET, most=2, indent=2)
     return [*lines, Text("[ ] 80% interval · ◂ this run's GPU", QUIET)]
 
 

@@ -71,6 +71,13 @@ def expert_title(frame: Frame) -> Text:
     return words(("experts ", ""), f"· layer {name}{of}")
 
 
+def short_title(frame: Frame) -> Text:
+    """Head the bars where the panel is narrow."""
+    view = frame.view
+    name = layer_names(view.experts)[worst_layer(view)] if view.experts else ""
+    return words(("experts ", ""), f"· layer {name} of {len(view.experts)}" if name else "")
+
+
 def overview_lines(frame: Frame, width: int, height: int) -> list[Text]:
     """Draw the load of the least even layer's experts, each against its even share."""
     view = frame.view

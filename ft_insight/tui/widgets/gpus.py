@@ -40,7 +40,7 @@ def overview_lines(frame: Frame, width: int, height: int) -> list[Text]:
     if height >= 7 * len(view.gpus):
         return _roomy(view, width, height)
     if height > len(view.gpus) > 2:
-        return [*_table(view), *flow(_allocator(view), width)][:height]
+        return [*_table(view, width), *flow(_allocator(view), width)][:height]
     each = 2 if len(view.gpus) * 2 <= height else 1
     shown = len(view.gpus) if len(view.gpus) * each <= height else max(1, (height - 1) // each)
     lines = [line for n, gpu in enumerate(view.gpus[:shown]) for line in _rows(view, gpu, n, width)[:each]]
@@ -49,28 +49,30 @@ def overview_lines(frame: Frame, width: int, height: int) -> list[Text]:
     return [*lines, cut(joined(_allocator(view)), width)][:height]
 
 
-def _table(view: RunView) -> list[Text]:
+def _table(view: RunView, width: int) -> list[Text]:
+    limits = width >= 50
     rows: list[list[Cell]] = [["GPU", "util", "SM", "memory", "power", ""]]
     for number, gpu in enumerate(view.gpus):
         now = gpu.latest
         part = _part(now.memory_used_bytes, now.memory_total_bytes)
         used = figure(units.size(now.memory_used_bytes), ATTENTION if part and part >= FULL else STRONG)
         shares = [figure(percent(now.gpu_percent)), figure(percent(now.sm_percent))]
-        memory = words(used, f" of {units.size(now.memory_total_bytes)}")
-        rows.append([str(number), *shares, memory, watts(gpu, ""), celsius(now.temperature_c)])
+        memory = words(used, f" of {units.size(now.memory_total_bytes)}" if limits else "")
+        rows.append([str(number), *shares, memory, watts(gpu, "", limit=limits), celsius(now.temperature_c)])
     return table(rows, ">>>>>>", gap=1)
 
 
 def _roomy(view: RunView, width: int, height: int) -> list[Text]:
     """Give each GPU a block of figures with bars, and what is left of the height to its utilisation."""
     lines: list[Text] = []
-    below = flow(_allocator(view), width)
+    below = flow(_allocator(view), width, most=3)
     spare = (height - len(below)) // len(view.gpus) - 5
     for number, gpu in enumerate(view.gpus):
         now = gpu.latest
         drawn = spare >= 4 and bool(gpu.gpu_percent)
         key = words(("━ ", CURVE), "util over time") if drawn else Text()
-        lines.append(joined([_called(view, gpu, number, 30), celsius(now.temperature_c), key]))
+        head = joined([_called(view, gpu, number, 30), celsius(now.temperature_c)])
+        lines.append(joined([head, key]) if head.cell_len + key.cell_len + 3 <= width else head)
         lines += _block(gpu, width)
         if drawn:
             lines += chart(trend(gpu.gpu_percent), width, min(spare, 12), scale("%", 100.0), Axis(units.clock))
@@ -209,12 +211,12 @@ def _part(used: int | None, total: int | None) -> float | None:
     return used / total if used is not None and total else None
 
 
-def watts(gpu: GpuView, unknown: str = "power ") -> Text:
+def watts(gpu: GpuView, unknown: str = "power ", *, limit: bool = True) -> Text:
     """Write the power drawn, of its limit."""
-    drawn, limit = gpu.latest.power_w, gpu.latest.power_limit_w
+    drawn, most = gpu.latest.power_w, gpu.latest.power_limit_w if limit else None
     if drawn is None:
         return words((unknown, ""), figure(units.NA))
-    return words((units.count(drawn), STRONG), f" of {units.count(limit)} W" if limit else " W")
+    return words((units.count(drawn), STRONG), f" of {units.count(most)} W" if most else " W")
 
 
 def celsius(value: float | None) -> Text:

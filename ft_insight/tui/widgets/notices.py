@@ -7,13 +7,13 @@ from rich.text import Text
 from ft_insight import units
 from ft_insight.run import RunView
 from ft_insight.tui.frame import Frame
-from ft_insight.tui.widgets.text import ATTENTION, QUIET, STRONG, clean, figure, words, wrap
-from ft_insight.verdict import findings
+from ft_insight.tui.widgets.text import ATTENTION, QUIET, STRONG, clean, figure, tail, words, wrap
+from ft_insight.verdict import Finding, findings
 
 
 def notice_texts(view: RunView) -> list[tuple[str, str]]:
     """List all there is to tell, what needs attention first: pairs of text and style."""
-    found = [(clean(finding.text, 240), ATTENTION) for finding in findings(view)]
+    found = [(clean(_shortened(finding), 240), ATTENTION) for finding in findings(view)]
     for number, what in ((view.malformed_lines, "malformed"), (view.unknown_lines, "of unknown type")):
         if number:
             found.append((f"{units.count(number)} lines of the log are {what} and were passed over", ATTENTION))
@@ -23,6 +23,12 @@ def notice_texts(view: RunView) -> list[tuple[str, str]]:
         for n in told
     ]
     return found
+
+
+def _shortened(finding: Finding) -> str:
+    """Keep a long name of a layer from pushing out what was found of it."""
+    name, found, rest = finding.text.partition(": expert ")
+    return f"{tail(clean(name), 40)}{found}{rest}" if finding.topic == "experts" else finding.text
 
 
 def notice_lines(frame: Frame, width: int, height: int) -> list[Text]:
@@ -54,6 +60,6 @@ def all_notices(frame: Frame, width: int) -> list[Text]:
 
 
 def notice_title(frame: Frame) -> Text:
-    """Head the list with the number of entries."""
+    """Head the list with the number of entries, and the key that shows them in full."""
     count = len(notice_texts(frame.view))
-    return words(("findings and notices", ""), *((" · ", figure(str(count))) if count else ()))
+    return words(("findings and notices", ""), *((" · ", figure(str(count)), " (n)") if count else ()))

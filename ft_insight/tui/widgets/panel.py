@@ -16,23 +16,34 @@ Title = Callable[[Frame], Text]
 
 
 class Panel(Widget):
-    """Shows what ``draw(frame, width, height)`` returns. With ``tall`` the drawing decides its height."""
+    """Shows what ``draw(frame, width, height)`` returns. With ``tall`` the drawing decides its height.
 
-    def __init__(self, draw: Draw, title: Title | str, *, classes: str = "", tall: bool = False) -> None:
+    ``short`` is the title for when the panel is too narrow for the other one.
+    """
+
+    def __init__(
+        self, draw: Draw, title: Title | str, *, classes: str = "", tall: bool = False, short: Title | None = None
+    ) -> None:
         super().__init__(classes=f"panel {'tall' if tall else ''} {classes}")
         self._drawing = draw
         self._heading = title
+        self._short = short
         self._room = 0
         self._shown = Frame()
         self._lines = 0
+        self._measured = False
+        """The layout has asked how many lines there are: it depends on them."""
 
     def show(self, frame: Frame) -> None:
         """Draw another moment."""
         self._shown = frame
         title = Text(self._heading) if isinstance(self._heading, str) else self._heading(frame)
-        title = cut(title, max(10, self.size.width - 4))
+        room = max(10, self.size.width - 2)
+        if self._short is not None and title.cell_len > room:
+            title = self._short(frame)
+        title = cut(title, room)
         self.border_title = title if self.styles.border_left[0] else Text(" ") + title + Text(" ")
-        grown = self.styles.is_auto_height and self.size.width > 0 and self._lines != len(self._draw(self.size.width))
+        grown = self._measured and self.size.width > 0 and self._lines != len(self._draw(self.size.width))
         self.refresh(layout=grown)
 
     def on_resize(self) -> None:
@@ -41,6 +52,7 @@ class Panel(Widget):
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
         """Tell the layout how many lines the drawing takes."""
+        self._measured = True
         self._room = max(1, container.height - 2)
         return max(1, len(self._draw(width)))
 

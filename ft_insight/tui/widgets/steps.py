@@ -97,8 +97,9 @@ def legend(shares: Sequence[Share], width: int, steps: int) -> list[Text]:
     entries = table(cells, "<>>", gap=1)
     wide = max(e.cell_len for e in entries)
     across = max(1, min(len(entries), (width + 1) // (wide + 1)))
-    gap = min(4, max(1, (width - across * wide) // max(1, across - 1)))
     down = -(-len(entries) // across)
+    across = -(-len(entries) // down)
+    gap = min(4, max(1, (width - across * wide) // max(1, across - 1)))
     rows = [entries[i::down] for i in range(down)]
     return [Text(" " * gap).join(row) for row in rows]
 
