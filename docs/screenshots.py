@@ -1,6 +1,6 @@
 """Draw the dashboard's pages of a run into SVG files, as they stand in the README.
 
-    python docs/screenshots.py RUN.jsonl docs
+python docs/screenshots.py RUN.jsonl docs
 """
 
 from __future__ import annotations

@@ -72,10 +72,7 @@ class PriceQuote(msgspec.Struct, frozen=True):
 def load_prices() -> tuple[Price, ...]:
     """Every offer of the bundled snapshot, doubtful ones included, in file order, read once and kept."""
     with _DATA.open(encoding="utf-8", newline="") as file:
-        rows = [
-            {**row, "usd_per_gpu_hour_spot": row["usd_per_gpu_hour_spot"] or None}
-            for row in csv.DictReader(file)
-        ]
+        rows = [{**row, "usd_per_gpu_hour_spot": row["usd_per_gpu_hour_spot"] or None} for row in csv.DictReader(file)]
     return tuple(msgspec.convert(rows, list[Price], strict=False))
 
 
