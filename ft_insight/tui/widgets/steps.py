@@ -28,9 +28,11 @@ _COLOURS = {
     "data_wait": "#c583a6",
     "forward": "#4f9fe0",
     "loss": "#3fb8ac",
+    "recompute": "#b58ad0",
     "backward": "#7d74d9",
     "clip": "#a3b35c",
     "optimizer": "#5cb270",
+    "callbacks": "#b8946a",
     "other": "#667180",
 }
 _NAMES = {"data_wait": "data wait"}
