@@ -96,13 +96,7 @@ def _here(measured: Measured, ask: Ask) -> ProjectionRow:
         unknown["queries_per_s"] = found.reason
     elif _evaluation_unseen(view):
         unknown["evaluation"] = "none was seen in this run: the time of evaluations is left out"
-    largest = None
-    if measured.here is not None and isinstance(measured.peak, PeakMemory):
-        largest, reason = measured.peak.largest_batch(measured.here, ask.workload.longest)
-        if reason:
-            unknown["largest_batch"] = reason
-    else:
-        unknown["largest_batch"] = _no_memory(measured)
+    largest = _largest(measured, ask.workload, measured.here, unknown)
     own = ask.price_here or (measured.here is not None and measured.here in ask.gpus)
     price, source = (ask.price, "as given") if ask.price is not None and own else (None, None)
     if price is None and header is not None and header.price_usd_per_hour is not None:
@@ -131,13 +125,7 @@ def _here(measured: Measured, ask: Ask) -> ProjectionRow:
 
 def _elsewhere(measured: Measured, ask: Ask, gpu: Gpu) -> ProjectionRow:
     unknown: dict[str, str] = {}
-    largest = None
-    if isinstance(measured.peak, PeakMemory):
-        largest, reason = measured.peak.largest_batch(gpu, ask.workload.longest)
-        if reason:
-            unknown["largest_batch"] = reason
-    else:
-        unknown["largest_batch"] = _no_memory(measured)
+    largest = _largest(measured, ask.workload, gpu, unknown)
     rate, basis, scale = None, "", 1.0
     if largest == 0:
         unknown["queries_per_s"] = f"one row of {ask.workload.longest:,} tokens does not fit into its memory"
@@ -166,10 +154,20 @@ def _elsewhere(measured: Measured, ask: Ask, gpu: Gpu) -> ProjectionRow:
     )
 
 
-def _no_memory(measured: Measured) -> str:
+def _largest(measured: Measured, workload: Workload, gpu: Gpu | None, unknown: dict[str, str]) -> int | None:
+    """Return the largest batch on a GPU; where it cannot be told, None, and why in ``unknown``."""
+    largest, reason = None, None
     if not measured.on_gpu:
-        return "the run computed on a CPU: no GPU memory was measured"
-    return measured.peak if isinstance(measured.peak, str) else "this GPU is not in the catalogue"
+        reason = "the run computed on a CPU: no GPU memory was measured"
+    elif isinstance(measured.peak, str):
+        reason = measured.peak
+    elif gpu is None:
+        reason = "this GPU is not in the catalogue"
+    else:
+        largest, reason = measured.peak.largest_batch(gpu, workload.longest)
+    if reason:
+        unknown["largest_batch"] = reason
+    return largest
 
 
 def _catalogue_price(gpu: Gpu, count: int) -> tuple[float | None, str | None]:

@@ -15,12 +15,24 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from trl import SFTConfig, SFTTrainer
 
 from ft_insight import records as r
+from ft_insight.callbacks import clock as clock_module
+from ft_insight.callbacks import output as output_module
 from ft_insight.demo.tiny import build_tokenizer
 from ft_insight.demo.train import _checkpointing
 from ft_insight.runlog import read_records
+from tests.train.planted import VirtualClock
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 VOCABULARY = 300
+
+
+@pytest.fixture
+def virtual(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
+    """All clocks of the callback stand still, but for the work that a test plants."""
+    clock = VirtualClock()
+    monkeypatch.setattr(clock_module, "perf_counter", clock)
+    monkeypatch.setattr(output_module, "perf_counter", clock)
+    return clock
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ft_insight import FtInsightCallback
 from ft_insight import records as r
-from ft_insight.callbacks import clock as clock_module
-from ft_insight.callbacks import output as output_module
 from ft_insight.callbacks.clock import HostClock
 from ft_insight.callbacks.guard import Guard
 from ft_insight.callbacks.layers import LayerTimer, Mark
@@ -36,14 +34,6 @@ SECONDS = {
     "mlp": 128.0,
     "final_norm": 256.0,
 }
-
-
-@pytest.fixture
-def virtual(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
-    clock = VirtualClock()
-    monkeypatch.setattr(clock_module, "perf_counter", clock)
-    monkeypatch.setattr(output_module, "perf_counter", clock)
-    return clock
 
 
 def plant_everywhere(model: Any, book: Book) -> None:

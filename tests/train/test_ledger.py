@@ -18,8 +18,6 @@ from trl import SFTTrainer
 
 from ft_insight import FtInsightCallback
 from ft_insight import records as r
-from ft_insight.callbacks import clock as clock_module
-from ft_insight.callbacks import output as output_module
 from tests.train.conftest import Log, MakeTrainer, lora, moe_model, token_rows
 from tests.train.planted import Book, VirtualClock, plant
 
@@ -35,14 +33,6 @@ FETCH, FORWARD, LOSS, BACKWARD, CLIP, OPTIMIZER, CALLBACK, EVALUATE, SAVE, LOG =
     64.0,
     128.0,
 )
-
-
-@pytest.fixture
-def virtual(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
-    clock = VirtualClock()
-    monkeypatch.setattr(clock_module, "perf_counter", clock)
-    monkeypatch.setattr(output_module, "perf_counter", clock)
-    return clock
 
 
 class WorkInBackward(torch.autograd.Function):
