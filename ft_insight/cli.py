@@ -89,6 +89,11 @@ def _parser() -> argparse.ArgumentParser:
     project.add_argument("--verbose", action="store_true", help="the source and date of every price")
     project.set_defaults(run=_project)
 
+    compare = verbs.add_parser("compare", help="two runs side by side: speed, and the load of their experts")
+    compare.add_argument("before", metavar="BEFORE", help=WHICH_RUN.split(" (")[0])
+    compare.add_argument("after", metavar="AFTER", help=WHICH_RUN.split(" (")[0])
+    compare.set_defaults(run=_compare)
+
     ncu = verbs.add_parser("import-ncu", help="fill SM and memory use per role from Nsight Compute's CSV export")
     ncu.add_argument("csv", metavar="REPORT.csv", help="as written by ncu --csv --page details (or raw)")
     ncu.add_argument("run_name", nargs="?", metavar="RUN", help=WHICH_RUN)
@@ -143,6 +148,18 @@ def _question(arguments: argparse.Namespace) -> dict[str, object]:
     if arguments.price is not None and not 0 <= arguments.price < math.inf:
         raise ValueError(f"--price must be 0 or more, not {arguments.price:g}")
     return {name: getattr(arguments, name) for name in ("gpu", "queries", "epochs", "seq_len", "price")}
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from ft_insight.compare import compare_sections
+    from ft_insight.reader import read_run
+    from ft_insight.report.layout import to_text
+    from ft_insight.runlog import find_run
+    from ft_insight.words import headline
+
+    before, after = (read_run(find_run(name))[0] for name in (arguments.before, arguments.after))
+    print(to_text(f"before  {headline(before)}\nafter   {headline(after)}", compare_sections(before, after)))
+    return 0
 
 
 def _import_ncu(arguments: argparse.Namespace) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ft_insight.records import Experts
@@ -48,9 +48,59 @@ class LayerLoad:
         return math.sqrt(spread) / self.ideal
 
     @property
+    def entropy(self) -> float:
+        """Entropy of the load over its maximum: 1 is even, 0 is one expert alone."""
+        if len(self.counts) < 2:
+            return 1.0
+        return -sum(p * math.log(p) for p in self.shares if p > 0) / math.log(len(self.counts))
+
+    @property
     def dead(self) -> tuple[int, ...]:
         """Experts that got no token at all."""
         return tuple(e for e, count in enumerate(self.counts) if count == 0) if self.tokens else ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLoad:
+    """Load of all MoE layers together, as the paper looks at it.
+
+    ``means[e]`` is tokens per query that expert ``e`` got, mean over layers. The paper's variance is taken over these
+    means; some of its published values divide by n, others by n - 1, so that both are here under their names.
+    """
+
+    means: tuple[float, ...]
+    queries: int
+
+    @property
+    def variance_n(self) -> float:
+        """Variance over the experts' means, divided by the number of experts."""
+        return _squares(self.means) / len(self.means)
+
+    @property
+    def variance_n1(self) -> float | None:
+        """The same divided by one less, the estimator of a sample; None of a single expert."""
+        return _squares(self.means) / (len(self.means) - 1) if len(self.means) > 1 else None
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Each expert's fraction of all assignments."""
+        total = sum(self.means)
+        return tuple(mean / total if total else 0.0 for mean in self.means)
+
+
+def _squares(values: Sequence[float]) -> float:
+    mean = sum(values) / len(values)
+    return sum((value - mean) ** 2 for value in values)
+
+
+def model_load(layers: Sequence[LayerLoad], queries: int | None) -> ModelLoad | None:
+    """Bring the layers together; None where they have different numbers of experts, or queries were not counted."""
+    widths = {len(load.counts) for load in layers}
+    if len(widths) != 1 or not queries:
+        return None
+    experts = widths.pop()
+    means = tuple(sum(load.counts[e] for load in layers) / len(layers) / queries for e in range(experts))
+    return ModelLoad(means, queries)
 
 
 class ExpertTally:
@@ -59,8 +109,18 @@ class ExpertTally:
     def __init__(self) -> None:
         self._counts: dict[str, list[int]] = {}
         self._tokens: dict[str, int] = {}
+        self.queries: int | None = 0
+        """Queries behind the counts; None once a record does not tell."""
         self.method: str | None = None
         self.padding_counted = False
+
+    @classmethod
+    def of(cls, records: Iterable[Experts]) -> ExpertTally:
+        """Sum some records."""
+        tally = cls()
+        for record in records:
+            tally.add(record)
+        return tally
 
     def add(self, record: Experts) -> None:
         """Take in one record; evaluation is left out."""
@@ -68,6 +128,8 @@ class ExpertTally:
             return
         self.method = record.method
         self.padding_counted |= record.padding_counted
+        if self.queries is not None:
+            self.queries = None if record.queries is None else self.queries + record.queries
         for layer, counts, tokens in zip(record.layers, record.counts, record.tokens, strict=False):
             self._add(layer, counts, tokens)
 

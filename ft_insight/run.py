@@ -12,11 +12,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ft_insight import records as r
-from ft_insight.experts import ExpertTally, LayerLoad
+from ft_insight.experts import ExpertTally, LayerLoad, ModelLoad, model_load
 from ft_insight.layer_times import LayerTally, LayerTime
 from ft_insight.stats import CurveBuilder, EvenSample, median
 
 RECENT_STEPS = 20
+LATEST_FLUSHES = 64
+EDGE = 0.05
+"""Share of a run's steps that its start, or its end, is taken to be where experts' load is compared."""
 Points = tuple[tuple[float, float], ...]
 
 
@@ -112,6 +115,14 @@ class RunView:
     memory: r.Memory | None = None
     gpus: tuple[GpuView, ...] = ()
     experts: tuple[LayerLoad, ...] = ()
+    expert_load: ModelLoad | None = None
+    """All layers together, over the segment."""
+    experts_start: tuple[LayerLoad, ...] = ()
+    """Load at the start: the first ``EDGE`` of the run's steps, at least one flush of counts."""
+    experts_end: tuple[LayerLoad, ...] = ()
+    """Load of the latest ``EDGE`` of the run's steps."""
+    load_start: ModelLoad | None = None
+    load_end: ModelLoad | None = None
     layers: tuple[LayerTime, ...] = ()
     """Mean time per layer and kind, per micro-batch, from the sampled steps."""
     kernels: r.Kernels | None = None
@@ -224,6 +235,8 @@ class RunState:
         self._most_slots = 0
         self._gpus: dict[str, _GpuState] = {}
         self._experts = ExpertTally()
+        self._experts_first = ExpertTally()
+        self._experts_latest: deque[r.Experts] = deque(maxlen=LATEST_FLUSHES)
         self._layers = LayerTally()
         self._kernels: r.Kernels | None = None
         self._micro: EvenSample[r.MicroBatch] = EvenSample()
@@ -288,6 +301,22 @@ class RunState:
 
     def _on_experts(self, experts: r.Experts) -> None:
         self._experts.add(experts)
+        if experts.mode != "train":
+            return
+        edge = self._edge()
+        first = self._header.first_step if self._header else 0
+        if not self._experts_latest or experts.step <= first + edge:
+            self._experts_first.add(experts)
+        self._experts_latest.append(experts)
+        while len(self._experts_latest) > 1 and self._experts_latest[0].step <= experts.step - edge:
+            self._experts_latest.popleft()
+        load = model_load(ExpertTally.of([experts]).layers(), experts.queries)
+        if load is not None:
+            self._curve("expert_variance").add(experts.step, load.variance_n)
+
+    def _edge(self) -> float:
+        total = self._header.train.max_steps if self._header else None
+        return max(1.0, (total or 20 * max(1, self._step)) * EDGE)
 
     def _on_layers(self, layers: r.Layers) -> None:
         self._layers.add(layers)
@@ -330,6 +359,7 @@ class RunState:
         spent = elapsed / 3600 * price if price is not None else None
         at_end = spent + to_go / 3600 * price if spent is not None and price is not None and to_go is not None else None
         last = list(self._last)
+        start, latest = self._experts_first, ExpertTally.of(self._experts_latest)
         return RunView(
             header=header,
             end=self._end,
@@ -358,6 +388,11 @@ class RunState:
             memory=self._memory,
             gpus=tuple(gpu.view() for gpu in self._gpus.values()),
             experts=self._experts.layers(),
+            expert_load=model_load(self._experts.layers(), self._experts.queries),
+            experts_start=start.layers(),
+            experts_end=latest.layers(),
+            load_start=model_load(start.layers(), start.queries),
+            load_end=model_load(latest.layers(), latest.queries),
             layers=self._layers.layers(),
             layer_steps=self._layers.steps,
             kernels=self._kernels,
@@ -505,6 +540,11 @@ def combine(views: list[RunView]) -> RunView:
         recent=_sum_rates([v.recent for v in views]),
         gpus=tuple(gpu for v in gpus_of for gpu in v.gpus),
         experts=ExpertTally.merged([v.experts for v in views]),
+        experts_start=ExpertTally.merged([v.experts_start for v in views]),
+        experts_end=ExpertTally.merged([v.experts_end for v in views]),
+        expert_load=_sum_loads([v.expert_load for v in views], [v.experts for v in views]),
+        load_start=_sum_loads([v.load_start for v in views], [v.experts_start for v in views]),
+        load_end=_sum_loads([v.load_end for v in views], [v.experts_end for v in views]),
         notices=(*{(n.collector, n.text): n for v in gpus_of for n in v.notices}.values(), *missing),
         unknown_lines=sum(v.unknown_lines for v in views),
         malformed_lines=sum(v.malformed_lines for v in views),
@@ -554,3 +594,8 @@ def _sum_rates(rates: list[Rates]) -> Rates:
         return None if None in values else sum(values)
 
     return Rates(*(total(f.name) for f in dataclasses.fields(Rates)))
+
+
+def _sum_loads(loads: list[ModelLoad | None], layers: list[tuple[LayerLoad, ...]]) -> ModelLoad | None:
+    queries = [load.queries for load in loads if load is not None]
+    return model_load(ExpertTally.merged(layers), sum(queries)) if len(queries) == len(loads) else None

@@ -10,6 +10,8 @@ from ft_insight.run import RunView, Share
 
 PADDING = 0.15
 DATA_WAIT = 0.05
+CHANGED = 1.5
+"""Ratio of the variance at the end and at the start from which on it is worth a word."""
 OVERLOAD = 2.0
 """Busiest expert's load over the mean from which on it is worth a word."""
 
@@ -31,7 +33,7 @@ class Finding:
 
 def findings(view: RunView) -> tuple[Finding, ...]:
     """Return what stands out in a run, the costliest first."""
-    found = [_data(view), _padding(view), _experts(view), _nonfinite(view), _skipped(view)]
+    found = [_data(view), _padding(view), _experts(view), _load_change(view), _nonfinite(view), _skipped(view)]
     return tuple(f for f in found if f is not None)
 
 
@@ -107,6 +109,23 @@ def _experts(view: RunView) -> Finding | None:
     if dead:
         evidence += f"; {sum(len(load.dead) for load in dead)} experts got no token"
     return Finding("experts", evidence)
+
+
+def _load_change(view: RunView) -> Finding | None:
+    """What fine-tuning did to the load of the experts, as the paper's Fig. 11 tells it."""
+    before, after = view.load_start, view.load_end
+    if before is None or after is None or not before.variance_n or len(before.means) != len(after.means):
+        return None
+    change = after.variance_n / before.variance_n
+    if 1 / CHANGED < change < CHANGED:
+        return None
+    moved = max(range(len(before.means)), key=lambda e: abs(after.shares[e] - before.shares[e]))
+    return Finding(
+        "experts",
+        f"fine-tuning changed the experts' load: variance {units.significant(before.variance_n)} -> "
+        f"{units.significant(after.variance_n)} (tokens per query, over expert means), expert {moved} took "
+        f"{units.share(before.shares[moved])} -> {units.share(after.shares[moved])}",
+    )
 
 
 def _nonfinite(view: RunView) -> Finding | None:

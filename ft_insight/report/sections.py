@@ -185,6 +185,15 @@ def _experts(view: RunView) -> Section:
         head = ("layer", "busiest", "its share", "max/mean", "CV", "dead")
         rows = [_busiest(load) for load in view.experts]
     after = [f"share of token assignments; even would be {units.share(view.experts[0].ideal)}"]
+    if view.expert_load is not None:
+        n, n1 = view.expert_load.variance_n, view.expert_load.variance_n1
+        after.append(
+            f"variance over expert means, in tokens per query: {units.significant(n)} (by n), "
+            f"{units.NA if n1 is None else units.significant(n1)} (by n-1)"
+        )
+    if view.load_start is not None and view.load_end is not None:
+        before, latest = view.load_start.variance_n, view.load_end.variance_n
+        after.append(f"from start to end of the run (first and last 5%): variance {before:.3g} -> {latest:.3g}")
     if view.expert_padding_counted:
         after.append("padding is counted in: no mask of the right shape was to be had")
     return Section("Tokens per expert", table=(head, *rows), after=tuple(after))
