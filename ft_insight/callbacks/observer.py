@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -56,6 +57,7 @@ class Observer:
         """How many of the trainer's calls that are watched are on the stack."""
         self._memory = memory
         self._shapes: list[Shape] = []
+        self._queries: int | None = 0
         self._spent_s = guard.spent_s
         self._outside: list[str] = []
         self._opened_s = 0.0
@@ -74,7 +76,7 @@ class Observer:
         watch = self.experts
         if watch is None or watch.counter is None:
             return
-        watch.finish(self.output.put, self.output.step, round(self.output.clock(), 3))
+        watch.finish(self._put_experts, self.output.step, round(self.output.clock(), 3))
         if watch.counter.calls == 0 and self.output.state.view().totals.steps:
             self.output.notice("experts", "the routers were never called: tokens per expert are unknown", off=True)
 
@@ -182,6 +184,7 @@ class Observer:
         for index, shape in enumerate(known.shapes):
             compute = times.micro_s.get(index)
             counts = shape.resolved(arrived=times.confirmed)
+            self._count_queries(counts["queries"])
             micro.append(r.MicroBatch(**counts, compute_s=None if compute is None else round(compute, 7)))
         self.output.put(
             r.Step(
@@ -202,9 +205,20 @@ class Observer:
         now = round(self.output.clock(), 3)
         if self.experts is not None:
             tell = self.experts.tell
-            self.guard.run("experts", tell, known.experts, self.output.put, known.step, now, arrived=times.confirmed)
+            self.guard.run("experts", tell, known.experts, self._put_experts, known.step, now, arrived=times.confirmed)
         if self.layers is not None and known.look is not None:
             self.guard.run("layers", self.layers.tell, known.look, self.output.put, now, arrived=times.confirmed)
+
+    def _count_queries(self, queries: int | None) -> None:
+        known = self._queries is not None and queries is not None
+        self._queries = (self._queries or 0) + (queries or 0) if known else None
+
+    def _put_experts(self, record: r.Experts) -> None:
+        """Put counts with the queries behind them: all micro-batches since the counts before."""
+        if record.mode == "train":
+            record = msgspec.structs.replace(record, queries=self._queries)
+            self._queries = 0
+        self.output.put(record)
 
     # the model
 

@@ -200,6 +200,7 @@ def test_padding_is_not_counted(make_trainer: MakeTrainer, tmp_path: Path) -> No
         tokens = [sum(record.tokens[i] for record in log.of(r.Experts)) for i in range(2)]
         assert tokens == [12, 12]
         assert sum(expert_counts(log)[0]) == 24
+        assert sum(record.queries for record in log.of(r.Experts)) == 3
     assert not any(record.padding_counted for record in padded.of(r.Experts))
 
 
