@@ -178,6 +178,8 @@ class Step(Base, frozen=True, kw_only=True, tag="step"):
     """Seconds per phase of ``STEP_PHASES``, by ``clock``; they add up to the wall time."""
     clock: str = "host"
     """``host``, or ``cuda`` where the phases are distances between events on the device's timeline."""
+    host_phases_s: Mapping[str, float] | None = None
+    """Where ``clock`` is a device's: the same phases by the host's clock."""
     before_s: Mapping[str, float] = {}
     """Host seconds between the step before and this one, by kind of ``OUTSIDE_KINDS``, but for what has a span
     record of its own."""

@@ -193,6 +193,7 @@ class Observer:
                 wall_s=round(step.end_s - step.begin_s, 7),
                 phases_s=rounded(times.phases_s),
                 clock=times.clock,
+                host_phases_s=rounded(times.host_s) if times.clock != "host" else None,
                 before_s=rounded(step.before_s),
                 micro=tuple(micro),
                 epoch=None if known.epoch is None else round(known.epoch, 5),

@@ -56,6 +56,8 @@ class StepTimes:
     phases_s: dict[str, float]
     micro_s: dict[int, float]
     clock: str
+    host_s: dict[str, float] = field(default_factory=dict)
+    """The same phases by the host's clock: how long it took to ask for the work, or waited."""
     confirmed: bool = True
     """The device has passed this step, so that what it counted on the way has arrived."""
 
@@ -197,14 +199,16 @@ class Ledger:
 def _times(step: ClosedStep, clock: str) -> StepTimes:
     clock = clock if step.timed_by_device else "host"
     phases: dict[str, float] = {}
+    host: dict[str, float] = {}
     micro: dict[int, float] = {}
     before = step.begin
     for stretch in step.stretches:
         seconds = stretch.host_s
+        host[stretch.bucket] = host.get(stretch.bucket, 0.0) + seconds
         if clock != "host":
             seconds = before.elapsed_time(stretch.end) / 1e3  # type: ignore[union-attr, arg-type]
             before = stretch.end
         phases[stretch.bucket] = phases.get(stretch.bucket, 0.0) + seconds
         if stretch.bucket in COMPUTE and stretch.micro >= 0:
             micro[stretch.micro] = micro.get(stretch.micro, 0.0) + seconds
-    return StepTimes(phases, micro, clock)
+    return StepTimes(phases, micro, clock, host)

@@ -38,7 +38,7 @@ def run_demo(folder: Path, *, steps: int, tui: bool) -> int:
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,
-            env={**os.environ, LOG_VARIABLE: str(path), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+            env=_environment(path),
         )
         try:
             _show(path, training, tui=tui)
@@ -47,6 +47,13 @@ def run_demo(folder: Path, *, steps: int, tui: bool) -> int:
         finally:
             _stop(training)
     return _tell(path, output, training.returncode)
+
+
+def _environment(path: Path) -> dict[str, str]:
+    # a core is left for the dashboard: two threads that wait for each other on a busy core train ten times slower
+    threads = str(max(1, (os.cpu_count() or 2) - 1))
+    own = {LOG_VARIABLE: str(path), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {"OMP_NUM_THREADS": threads, **os.environ, **own}
 
 
 def _free_log(folder: Path) -> Path:

@@ -91,6 +91,13 @@ def test_phases_are_distances_on_the_devices_timeline(device: Device) -> None:
     # the first kernel starts 1 ms after the host was told so: that gap belongs to forward
     assert measured == {"data_wait": 0.5, "forward": 2.001, "backward": 4.0, "optimizer": 1.0}
     assert round(times.micro_s[0], 3) == 6.001
+    # the host only asked for the work, but for the data that it waited for
+    assert {name: round(s, 3) for name, s in times.host_s.items() if round(s, 3)} == {
+        "data_wait": 0.5,
+        "forward": 0.001,
+        "backward": 0.001,
+        "optimizer": 0.001,
+    }
     assert device.synchronised == 0
 
 

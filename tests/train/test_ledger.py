@@ -18,7 +18,7 @@ from trl import SFTTrainer
 
 from ft_insight import FtInsightCallback
 from ft_insight import records as r
-from tests.train.conftest import Log, MakeTrainer, lora, moe_model, token_rows
+from tests.train.conftest import Log, MakeTrainer, dense_model, lora, moe_model, token_rows
 from tests.train.planted import Book, VirtualClock, plant
 
 FETCH, FORWARD, LOSS, BACKWARD, CLIP, OPTIMIZER, CALLBACK, EVALUATE, SAVE, LOG = (
@@ -274,3 +274,22 @@ def test_recompute_is_a_phase_of_every_step(virtual: VirtualClock, make_trainer:
         assert step.phases_s["forward"] == FORWARD + 2 * 4.0
         assert step.phases_s["recompute"] == 2 * 4.0
         assert step.phases_s["backward"] == BACKWARD + 2 * (2.0 + 1.0)
+
+
+def test_a_compiled_model_has_phases_and_says_why_no_layers(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    make_trainer(
+        [FtInsightCallback(path, layers_every=1)],
+        model=dense_model(),
+        torch_compile=True,
+        torch_compile_backend="aot_eager",
+        max_steps=3,
+    ).train()
+    log = Log(path)
+    assert log.header.train.compiled
+    assert log.notices == ["the model is compiled, and hooks would break its graphs: phases only"]
+    assert log.of(r.Layers) == []
+    for step in log.steps:
+        assert sum(step.phases_s.values()) == pytest.approx(step.wall_s, rel=0.02)
+        assert step.phases_s["forward"] > 0
+        assert step.phases_s["backward"] > 0
