@@ -11,7 +11,13 @@ from pathlib import Path
 
 from ft_insight.tui.app import WatchApp
 
-SHOTS = {"overview": ("1", (120, 40)), "time": ("2", (120, 30)), "experts": ("3", (120, 30)), "cost": ("5", (120, 30))}
+SHOTS = {
+    "overview": ("1", (120, 40)),
+    "time": ("2", (120, 30)),
+    "experts": ("4", (120, 30)),
+    "kernels": ("3", (120, 30)),
+    "cost": ("6", (120, 30)),
+}
 
 
 async def draw(run: Path, folder: Path) -> None:

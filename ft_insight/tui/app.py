@@ -20,6 +20,7 @@ from ft_insight.tui.frame import Frame
 from ft_insight.tui.screens.help import Sheet, help_lines
 from ft_insight.tui.screens.pages import PAGES, Page
 from ft_insight.tui.widgets.chrome import HeaderBar, KeyBar
+from ft_insight.tui.widgets.expert_page import moved
 from ft_insight.tui.widgets.notices import all_notices
 
 LINGER_S = 1.5
@@ -58,6 +59,7 @@ class WatchApp(App[str]):
         Binding("n", "notices", "notices"),
         Binding("p", "pause", "pause"),
         Binding("s", "sort", "sort"),
+        Binding("c", "change", "change"),
         *(Binding(str(n), f"tab('{name}')", name) for n, name in enumerate(_TABS, 1)),
         Binding("right,tab", "turn(1)", "next", priority=True),
         Binding("left,shift+tab", "turn(-1)", "previous", priority=True),
@@ -138,7 +140,7 @@ class WatchApp(App[str]):
     def _draw(self) -> None:
         screen = self.screen_stack[0]
         screen.query_one(HeaderBar).show(self._frame)
-        screen.query_one(KeyBar).show(self._tab, self._frame.paused)
+        screen.query_one(KeyBar).show(self._tab, self._frame)
         screen.query_one(f"#{self._tab}", Page).show(self._frame)
 
     def _leave_if_over(self) -> None:
@@ -181,6 +183,16 @@ class WatchApp(App[str]):
     def action_sort(self) -> None:
         """Sort the layers of experts by imbalance, or back into their order."""
         self._frame = replace(self._frame, by_imbalance=not self._frame.by_imbalance)
+        self._draw()
+
+    def action_change(self) -> None:
+        """Show experts by their change since the start, or by their load again."""
+        self._frame = replace(self._frame, since_start=not self._frame.since_start)
+        self._draw()
+
+    def action_layer(self, by: int) -> None:
+        """Select a layer of experts that many rows further down."""
+        self._frame = replace(self._frame, layer=moved(self._frame, by))
         self._draw()
 
     def action_help(self) -> None:

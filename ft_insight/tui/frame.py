@@ -23,6 +23,10 @@ class Frame:
     paused: bool = False
     by_imbalance: bool = False
     """Layers of experts are sorted by imbalance instead of by their place in the model."""
+    since_start: bool = False
+    """Experts are shown by the change of their shares since the start of the run."""
+    layer: str | None = None
+    """The layer of experts that is shown in detail, by its full name; None: the least even one."""
 
     @property
     def waiting(self) -> bool:

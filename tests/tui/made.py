@@ -78,9 +78,36 @@ def gpu(t_s: float, **changes: object) -> r.Gpu:
     return r.Gpu(t_s=t_s, samples=(r.GpuSample(**{**fields, **changes}),))  # type: ignore[arg-type]
 
 
-def experts(*layers: tuple[int, ...]) -> r.Experts:
+def experts(*layers: tuple[int, ...], step: int = 10, queries: int | None = None) -> r.Experts:
     names = tuple(f"model.layers.{i}.mlp.gate" for i in range(len(layers)))
-    return r.Experts(step=10, t_s=20.0, mode="train", layers=names, counts=layers, tokens=(100,) * len(layers))
+    return r.Experts(
+        step=step,
+        t_s=20.0,
+        mode="train",
+        layers=names,
+        counts=layers,
+        tokens=(100,) * len(layers),
+        queries=queries,
+    )
+
+
+def role(kind: str, name: str, pass_name: str, seconds: float, **changes: object) -> r.KernelRole:
+    """Build one role of one pass in a step whose roles take 1 s together."""
+    fields: dict[str, object] = {"calls": 10, "share": seconds, **changes}
+    return r.KernelRole(kind=kind, role=name, pass_name=pass_name, seconds=seconds, **fields)  # type: ignore[arg-type]
+
+
+def kernels(clock: str, roles: Iterable[r.KernelRole], idle_s: float | None = None) -> r.Kernels:
+    return r.Kernels(
+        step=6,
+        t_s=70.0,
+        clock=clock,
+        window_s=1.25,
+        busy_s=1.0,
+        idle_s=idle_s,
+        roles=tuple(roles),
+        trace="run.step6.trace.json",
+    )
 
 
 def layers(number: int, rows: dict[tuple[int | None, str], tuple[float, float, float]], micro: int = 2) -> r.Layers:

@@ -152,20 +152,27 @@ async def test_pause_freezes_and_catches_up(log: Path) -> None:
 
 async def test_every_tab_by_key(log: Path) -> None:
     log.write_bytes(encoded(run(40)))
-    wanted = ("throughput", "phases of a step", "layers and experts", "torch peak reserved", "the whole job")
+    wanted = (
+        "throughput",
+        "phases of a step",
+        "n/a: off by default; FtInsightCallback(kernels=True) records one step",
+        "layers and experts",
+        "torch peak reserved",
+        "the whole job",
+    )
     async with WatchApp(log).run_test(size=(120, 40)) as pilot:
         await wait_for(pilot, "step 40 /")
-        for key, text in zip("12345", wanted, strict=True):
+        for key, text in zip("123456", wanted, strict=True):
             await pilot.press(key)
             await wait_for(pilot, text)
         await pilot.press("right")
         await wait_for(pilot, wanted[0])
         await pilot.press("left")
-        await wait_for(pilot, wanted[4])
+        await wait_for(pilot, wanted[5])
         await pilot.press("tab", "tab")
         await wait_for(pilot, wanted[1])
         await pilot.click("#key-experts")
-        await wait_for(pilot, wanted[2])
+        await wait_for(pilot, wanted[3])
 
 
 async def test_time_tab(log: Path) -> None:
@@ -184,13 +191,13 @@ async def test_time_tab(log: Path) -> None:
 async def test_sorting_the_experts(log: Path) -> None:
     log.write_bytes(encoded([*run(2), experts((0, 0, 0, 1), (1, 1, 1, 1))]))
     async with WatchApp(log).run_test(size=(120, 40)) as pilot:
-        await pilot.press("3")
+        await pilot.press("4")
         shown = await wait_for(pilot, "in the model's order")
-        rows = [line.split()[1] for line in shown.splitlines() if line[:4] in ("│ 0 ", "│ 1 ")]
+        rows = re.findall(r"^│ [▸ ] ([01]) ", shown, re.MULTILINE)
         assert rows == ["0", "1"]
         await pilot.press("s")
         shown = await wait_for(pilot, "most uneven first")
-        rows = [line.split()[1] for line in shown.splitlines() if line[:4] in ("│ 0 ", "│ 1 ")]
+        rows = re.findall(r"^│ [▸ ] ([01]) ", shown, re.MULTILINE)
         assert rows == ["1", "0"]
 
 
@@ -224,7 +231,7 @@ async def test_projection_and_fit(log: Path) -> None:
     log.write_bytes(encoded([*run(40), fit, r.Projection(t_s=80, queries=15000, epochs=10, rows=rows)]))
     for size in ((80, 48), (120, 40)):
         async with WatchApp(log).run_test(size=size) as pilot:
-            await pilot.press("5")
+            await pilot.press("6")
             shown = " ".join((await wait_for(pilot, "H100-SXM 80GB")).split())
         assert "the whole job · 15,000 rows x 10 epochs" in shown
         assert "4.90 [4.30-5.50] 8.5 h [7.60-9.60]" in shown
@@ -239,7 +246,7 @@ async def test_reasons_are_said_once(log: Path) -> None:
     rows = tuple(r.ProjectionRow(gpu=name, unknown=why) for name in ("A40", "L40S", "B200"))
     log.write_bytes(encoded([*run(4), r.Projection(t_s=80, queries=15000, epochs=10, rows=rows)]))
     async with WatchApp(log).run_test(size=(120, 40)) as pilot:
-        await pilot.press("5")
+        await pilot.press("6")
         shown = await wait_for(pilot, "n/a: largest batch: no GPU memory was measured")
         assert shown.count("was measured") == 1
         assert "n/a: throughput: no fit" in shown
@@ -347,7 +354,7 @@ async def test_long_name_of_a_layer_leaves_the_finding(log: Path) -> None:
 async def test_cost_before_the_end(log: Path) -> None:
     log.write_bytes(encoded(run(40)))
     async with WatchApp(log).run_test(size=(80, 24)) as pilot:
-        await pilot.press("5")
+        await pilot.press("6")
         await wait_for(pilot, "comes at the end of the run; or: ft-insight project RUN")
 
 
@@ -378,9 +385,9 @@ async def test_missing_gpu_and_dense_model(log: Path) -> None:
         assert "tokens/s n/a · slots/s n/a · padding n/a" in shown
         assert "loss n/a · eval n/a" in shown
         assert "$" not in shown
-        await pilot.press("4")
-        await wait_for(pilot, "no GPU statistics: no NVIDIA driver")
         await pilot.press("5")
+        await wait_for(pilot, "no GPU statistics: no NVIDIA driver")
+        await pilot.press("6")
         await wait_for(pilot, "so far n/a")
 
 
@@ -401,6 +408,16 @@ async def test_hostile_text_is_literal(log: Path, size: tuple[int, int]) -> None
         r.Span(kind="[bold]span[/", t_s=83, wall_s=1.0, step=41),
         logs(41, **{"eval_[/]_loss": 1.0, evil: 2.0}),
         r.Experts(step=41, t_s=84.0, mode="train", layers=(evil,), counts=((9, 0),), tokens=(9,), method=evil),
+        r.Experts(step=900, t_s=84.0, mode="train", layers=(evil,), counts=((0, 9),), tokens=(9,), queries=3),
+        r.Kernels(
+            step=41,
+            t_s=84.0,
+            clock=evil,
+            window_s=0.0,
+            busy_s=0.0,
+            roles=(r.KernelRole(kind=evil, role=evil, pass_name=evil, seconds=1.0, share=1.0, calls=1),),
+            trace=evil,
+        ),
         layers(41, {(0, evil): (1.0, 0.0, 1.0), (-5, "[/]"): (0.0, 0.0, 0.0)}),
         r.Notice(t_s=1, collector="layers", text=evil),
         r.Fit(t_s=84, identifiable=False, reason=evil),
@@ -412,7 +429,7 @@ async def test_hostile_text_is_literal(log: Path, size: tuple[int, int]) -> None
     async with app.run_test(size=size) as pilot:
         shown = await wait_for(pilot, "failed: [red]x")
         assert "[red]x[/] [/b] [31mESC]0;t tab" in shown
-        for key in ("1", "2", "3", "s", "4", "5", "n", "escape", "question_mark", "escape"):
+        for key in ("1", "2", "3", "4", "s", "c", "down", "5", "6", "n", "escape", "question_mark", "escape"):
             await pilot.press(key)
             await pilot.pause(0.1)
             shown = await wait_for(pilot, lambda _: True)
@@ -428,7 +445,7 @@ async def test_many_experts_and_gpus(log: Path) -> None:
     for size in SIZES:
         async with WatchApp(log).run_test(size=size) as pilot:
             await wait_for(pilot, "step 2 /")
-            for key in "12345":
+            for key in ("1", "2", "3", "4", "c", "s", "end", "5", "6"):
                 await pilot.press(key)
                 await pilot.pause(0.05)
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ft_insight import records as r
 from ft_insight.experts import LayerLoad
 from ft_insight.layer_times import LayerTime
 from ft_insight.run import RunView
 from ft_insight.tui.frame import Frame
-from ft_insight.tui.widgets import experts, layers, plots
+from ft_insight.tui.widgets import expert_page, experts, kernels, layers, plots
 from ft_insight.tui.widgets.text import clean, cut, table, tail, wrap
+from tests.tui.made import kernels as recorded
+from tests.tui.made import role
 
 
 @given(st.text(max_size=300))
@@ -91,12 +93,90 @@ def test_layer_names_are_what_differs() -> None:
 def test_grouping_keeps_the_busiest() -> None:
     assert experts.grouped([1, 2, 9, 4, 5], 3) == [2, 9, 5]
     assert experts.grouped([1, 2], 8) == [1, 2]
+    assert experts.busiest([1, 2, 9, 4, 5], 3) == [1, 2, 4]
+    assert experts.busiest([1, 2], 8) == [0, 1]
 
 
 def test_heat_has_its_even_share_in_the_middle() -> None:
-    assert experts.heat(1.0) == experts.heat(0.95) == experts.heat(1.05)
-    assert experts.heat(0.0) != experts.heat(1.0) != experts.heat(2.0)
-    assert experts.heat(math.inf if False else 50.0) == experts.heat(2.0)
+    heat = expert_page.heat
+    assert heat(1.0) == heat(0.95) == heat(1.05)
+    assert heat(0.0) != heat(1.0) != heat(2.0)
+    assert heat(50.0) == heat(2.0)
+
+
+def test_change_has_nothing_in_the_middle() -> None:
+    change = expert_page.diverging
+    assert change(0.0) == change(0.05) == change(-0.05)
+    assert change(1.0) == change(2.0) == "#ffa23a"
+    assert change(-1.0) == change(-7.0) == "#6cb0f0"
+    assert [experts.points(x) for x in (0.1241, -0.003, 0.0004, -0.0004)] == ["+12.4", "-0.3", "0", "0"]
+
+
+def _experts(layers: int, counts: tuple[int, ...], **choices: object) -> Frame:
+    loads = tuple(LayerLoad(f"model.layers.{i}.mlp", counts, 9) for i in range(layers))
+    even = tuple(LayerLoad(f"model.layers.{i}.mlp", (1,) * len(counts), 9) for i in range(layers))
+    view = RunView(experts=loads, experts_start=even, experts_end=loads)
+    return Frame(view=view, **choices)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("experts_of_a_layer", [1, 8, 64, 256])
+@pytest.mark.parametrize("layer_count", [1, 2, 80])
+@pytest.mark.parametrize(("width", "height"), [(77, 19), (77, 43), (116, 35), (156, 43), (20, 5)])
+@pytest.mark.parametrize("since_start", [False, True])
+def test_heat_map_leaves_room(
+    experts_of_a_layer: int, layer_count: int, width: int, height: int, since_start: bool
+) -> None:
+    frame = _experts(
+        layer_count, tuple(range(experts_of_a_layer)), since_start=since_start, layer="model.layers.70.mlp"
+    )
+    lines = expert_page.heat_lines(frame, width, height)
+    text = "\n".join(line.plain for line in lines)
+    assert ("▸ 70 " in text) == (layer_count == 80)
+    assert text.count("▸") == 1
+    if height > 5:
+        assert len(lines) <= height - 7
+        assert max(line.cell_len for line in lines) <= width
+    for room in (1, 2, 3, 6, 12, 40):
+        assert len(expert_page.detail_lines(frame, width, room)) <= max(room, 2)
+
+
+def test_start_is_marked_on_columns() -> None:
+    # 30 experts in 10 lines at most: columns; expert 0 went from 1/30 to half of all, the highest of the columns
+    now, start = LayerLoad("a", (29, *(1,) * 29), 9), LayerLoad("a", (1,) * 30, 9)
+    lines = [line.plain for line in experts.load_lines(now, 70, 11, start)]
+    assert len(lines) == 11
+    assert lines[-1].strip() == "experts 0 to 29"
+    assert lines[0][5:7] == "█ "
+    assert lines[9][:7] == "even┤─ "
+    assert lines[9].count("─") == 30
+
+
+def test_many_experts_stand_in_bands() -> None:
+    lines = [line.plain for line in experts.load_lines(LayerLoad("a", tuple(range(256)), 9), 69, 20)]
+    notes = [line.strip() for line in lines if "experts" in line]
+    assert notes == ["experts 0 to 63", "experts 64 to 127", "experts 128 to 191", "experts 192 to 255"]
+    assert len(lines) == 20
+
+
+def _roles(on_device: bool) -> Frame:
+    clock = "cuda" if on_device else "host"
+    return Frame(view=RunView(kernels=recorded(clock, [role("experts", "matmul_w1_w3", "forward", 0.5)])))
+
+
+@pytest.mark.parametrize("width", [10, 40, 76, 115, 155, 220])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_kernels_keep_their_width(width: int, on_device: bool) -> None:
+    frame = _roles(on_device)
+    lines = [*kernels.head_lines(frame, width, 20), *kernels.role_lines(frame, width, 20)]
+    assert max(line.cell_len for line in lines) <= width
+    assert "experts" in kernels.role_lines(frame, width, 20)[0].plain
+
+
+def test_kernels_without_any_role() -> None:
+    step = r.Kernels(step=6, t_s=1.0, clock="host", window_s=0.0, busy_s=0.0, roles=())
+    frame = Frame(view=RunView(kernels=step))
+    assert kernels.role_lines(frame, 80, 20) == []
+    assert "in operators n/a" in kernels.head_lines(frame, 80, 20)[0].plain
 
 
 def _frame(seconds: dict[str, float]) -> Frame:

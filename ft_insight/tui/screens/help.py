@@ -14,9 +14,11 @@ from textual.widgets import Static
 from ft_insight.tui.widgets.text import CURVE, STRONG, Cell, table
 
 _KEYS = (
-    ("1-5, ←, →, Tab", "open a tab"),
+    ("1-6, ←, →, Tab", "open a tab"),
     ("↑ ↓ PgUp PgDn", "scroll"),
     ("s", "sort the layers by imbalance (Experts)"),
+    ("c", "change since the start instead of load (Experts)"),
+    ("↑ ↓ j k", "choose the layer that is shown in detail (Experts)"),
     ("n", "all notices in full"),
     ("p", "freeze the screen; the log is followed all the same"),
     ("?", "this help; Esc closes it"),
@@ -33,6 +35,11 @@ _MEANINGS = (
     ("util", "time with any kernel running; SM: cores at work"),
     ("even", "an expert's share if all had the same load"),
     ("dead", "experts that got no token"),
+    ("points", "difference of two shares: from 10% to 12% is +2.0"),
+    ("start, of late", "the first and the latest 5% of the steps"),
+    ("entropy", "1: all experts have the same load, 0: one has it all"),
+    ("model, outside", "between the model's parts; outside of the model"),
+    ("theoretical", "from launch shape and card; (ncu) is measured"),
     ("ledger gap", "all phases' sum against all steps' wall time"),
 )
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
 from textual.containers import Container, VerticalScroll
 
 from ft_insight.tui.frame import Frame
-from ft_insight.tui.widgets import costs, experts, gpu_page, gpus, layers, notices, steps, work
+from ft_insight.tui.widgets import costs, expert_page, experts, gpu_page, gpus, kernels, layers, notices, steps, work
 from ft_insight.tui.widgets.panel import Panel
 
 
@@ -67,12 +70,51 @@ class TimePage(Page):
         yield Panel(steps.step_curve, steps.curve_title, classes="curve")
 
 
-class ExpertsPage(Page):
-    """Every layer's experts."""
+class KernelsPage(Page):
+    """What one recorded step computed, by role."""
+
+    def show(self, frame: Frame) -> None:
+        """Draw another moment; without a record, there is only its reason."""
+        self.query_one(".roles").display = frame.view.kernels is not None
+        super().show(frame)
 
     def compose(self) -> ComposeResult:
-        """Lay out the heat map."""
-        yield Panel(experts.heat_lines, experts.heat_title, tall=True)
+        """Lay out the head, which stays where it is, and the rows, which scroll."""
+        yield Panel(kernels.head_lines, kernels.kernel_title, classes="role-head", tall=True, short=kernels.short_title)
+        yield Panel(kernels.role_lines, "", classes="roles", tall=True)
+
+
+class ExpertsPage(Page):
+    """Every layer's experts, one of them in detail. Keys move the selection: the heat map shows the rows around it."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up,k", "app.layer(-1)", "layer before"),
+        Binding("down,j", "app.layer(1)", "next layer"),
+        Binding("pageup", "app.layer(-10)", "ten layers up"),
+        Binding("pagedown", "app.layer(10)", "ten layers down"),
+        Binding("home", "app.layer(-9999)", "first layer"),
+        Binding("end", "app.layer(9999)", "last layer"),
+    ]
+
+    async def on_mouse_scroll_up(self) -> None:
+        """Select the layer before."""
+        await self.run_action("app.layer(-1)")
+
+    async def on_mouse_scroll_down(self) -> None:
+        """Select the next layer."""
+        await self.run_action("app.layer(1)")
+
+    def show(self, frame: Frame) -> None:
+        """Draw another moment; without counts, there is only their reason."""
+        self.query_one(".one-layer").display = bool(frame.view.experts)
+        super().show(frame)
+
+    def compose(self) -> ComposeResult:
+        """Lay out the heat map above, the selected layer and the variance below."""
+        yield Panel(expert_page.heat_lines, expert_page.heat_title, tall=True, short=expert_page.short_heat_title)
+        with Container(classes="pair one-layer"):
+            yield Panel(expert_page.detail_lines, expert_page.detail_title, classes="detail")
+            yield Panel(expert_page.variance_lines, expert_page.variance_title, classes="variance")
 
 
 class GpuPage(Page):
@@ -97,6 +139,7 @@ class CostPage(Page):
 PAGES: tuple[tuple[str, str, str, type[Page]], ...] = (
     ("overview", "Overview", "Overview", Overview),
     ("time", "Time", "Time", TimePage),
+    ("kernels", "Kernels", "Kernels", KernelsPage),
     ("experts", "Experts", "Experts", ExpertsPage),
     ("gpu", "GPU & memory", "GPU", GpuPage),
     ("cost", "Cost", "Cost", CostPage),

@@ -104,8 +104,8 @@ class _Key(Static):
 
     def render(self) -> Text:
         """Return the key and what it does, shortly on a narrow screen."""
-        label = self._label if self.app.size.width >= 100 else self._short
-        return words((self._key, f"bold {CURVE}"), (f" {label}", ""))
+        label = self._label if self.app.size.width >= 110 else self._short
+        return words((self._key, f"bold {CURVE}"), (f" {label}".rstrip(), ""))
 
     async def on_click(self) -> None:
         await self.app.run_action(self._action)
@@ -123,17 +123,22 @@ class KeyBar(Horizontal):
         for number, (name, label, short) in enumerate(self._tabs, 1):
             yield _Key(str(number), label, short, f"app.tab('{name}')", f"key-{name}")
         yield Static("", id="key-space")
-        for key, label, action in (
-            ("s", "sort", "app.sort"),
-            ("p", "pause", "app.pause"),
-            ("?", "help", "app.help"),
-            ("q", "quit", "app.quit"),
+        for key, label, short, action in (
+            ("s", "sort", "sort", "app.sort"),
+            ("c", "change", "diff", "app.change"),
+            ("p", "pause", "pause", "app.pause"),
+            ("?", "help", "", "app.help"),
+            ("q", "quit", "", "app.quit"),
         ):
-            yield _Key(key, label, label, action, f"key-{label}")
+            yield _Key(key, label, short, action, f"key-{label}")
 
-    def show(self, tab: str, paused: bool) -> None:
+    def show(self, tab: str, frame: Frame) -> None:
         """Mark the open tab, and what else is on."""
         for name, _, _ in self._tabs:
             self.query_one(f"#key-{name}").set_class(name == tab, "on")
-        self.query_one("#key-pause").set_class(paused, "on")
-        self.query_one("#key-sort").display = tab == "experts"
+        self.set_class(tab == "experts", "many")
+        self.query_one("#key-pause").set_class(frame.paused, "on")
+        self.query_one("#key-sort").set_class(frame.by_imbalance, "on")
+        self.query_one("#key-change").set_class(frame.since_start, "on")
+        for name in ("sort", "change"):
+            self.query_one(f"#key-{name}").display = tab == "experts"

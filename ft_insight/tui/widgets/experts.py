@@ -1,4 +1,4 @@
-"""Load of experts: the worst layer's bars for the overview, and the heat map of all layers."""
+"""Load of experts: one layer's bars or columns, and the least even layer's for the overview."""
 
 from __future__ import annotations
 
@@ -14,26 +14,24 @@ from ft_insight.tui.widgets.plots import bar, columns
 from ft_insight.tui.widgets.text import (
     ATTENTION,
     CURVE,
+    MARK,
     QUIET,
     SPARK,
     STRONG,
-    Cell,
     beside,
     clean,
     figure,
     flow,
-    table,
     words,
     wrap,
 )
 
 UNEVEN = 2.0
 """An expert with more than so many times its even share asks for attention."""
-_RAMP = (
-    *("#12161d", "#151e29", "#1a2a3b", "#20374f", "#274663"),
-    "#2f5577",  # the even share, give or take a tenth
-    *("#5b5f68", "#86694f", "#ae7840", "#d68a36", "#ffa23a"),
-)
+_AXIS = 5
+"""Width of the axis at the left of columns."""
+_LEAST_BAND = 4
+"""Columns stand in several bands, one expert each, where every band gets so many lines."""
 
 
 def layer_names(layers: Sequence[LayerLoad]) -> list[str]:
@@ -86,25 +84,34 @@ def overview_lines(frame: Frame, width: int, height: int) -> list[Text]:
     load = view.experts[worst_layer(view)]
     lines = flow(_summary(load), width, most=2 if height >= 6 else 1)
     room = height - len(lines)
-    lines += _load_lines(load, width, room)
+    lines += load_lines(load, width, room)
     room = height - len(lines) - 1
     return lines + _layer_lines(view, width, room) if room >= 3 and len(view.experts) > 1 else lines
 
 
-def _load_lines(load: LayerLoad, width: int, room: int) -> list[Text]:
+def load_lines(load: LayerLoad, width: int, room: int, start: LayerLoad | None = None) -> list[Text]:
+    """Draw the load of a layer's experts, as bars where there is room for them.
+
+    A mark shows each expert's share at the ``start``; without one, bars have it at the even share.
+    """
     count = len(load.counts)
     if room == 1 and count * 8 <= width + 1:
         return [_in_one_line(load)]
     for across in (1, 2, 3, 4):
         if -(-count // across) <= room and (width - 3 * (across - 1)) // across >= 22:
-            return _bars(load, width, across)
-    return _columns(load, width, max(1, min(room, 9)))
+            return _bars(load, width, across, start)
+    bands = -(-count // max(1, width - _AXIS))
+    if bands > 1 and room // bands >= _LEAST_BAND:
+        per = -(-count // bands)
+        parts = [range(i, min(i + per, count)) for i in range(0, count, per)]
+        return [line for part in parts for line in _columns(load, width, room // bands, start, part)]
+    return _columns(load, width, max(1, min(room, 9 if start is None else 14)), start, range(count))
 
 
 def _in_one_line(load: LayerLoad) -> Text:
     line = Text()
     for expert, share in enumerate(load.shares):
-        level = columns([share / max(load.shares)], 1, 1, [_colour(share, load.ideal)])[0]
+        level = columns([share / (max(load.shares) or 1.0)], 1, 1, [_colour(share, load.ideal)])[0]
         number = (f" {units.share(share):<5}", "" if share else ATTENTION)
         line.append_text(words(f"{expert} ", level, number))
     return line
@@ -128,7 +135,7 @@ def _summary(load: LayerLoad) -> list[Text]:
         ("expert ", ""),
         (str(load.worst), STRONG),
         (" takes ", ""),
-        (units.share(top), _alarm(load.max_over_mean)),
+        (units.share(top), alarm(load.max_over_mean)),
         f" (even {units.share(load.ideal)})",
     )
     return [
@@ -139,7 +146,8 @@ def _summary(load: LayerLoad) -> list[Text]:
     ]
 
 
-def _alarm(over: float) -> str:
+def alarm(over: float) -> str:
+    """Return the style of a layer's max/mean."""
     return ATTENTION if over >= UNEVEN else STRONG
 
 
@@ -147,15 +155,19 @@ def _colour(share: float, ideal: float) -> str:
     return "#ffa23a" if share >= UNEVEN * ideal else CURVE
 
 
-def _bars(load: LayerLoad, width: int, across: int) -> list[Text]:
+def _bars(load: LayerLoad, width: int, across: int, start: LayerLoad | None) -> list[Text]:
     column = (width - 3 * (across - 1)) // across
     digits = len(str(len(load.counts) - 1))
-    scale = max(max(load.shares), 2 * load.ideal)
+    before = start.shares if start else [load.ideal] * len(load.counts)
+    scale = max(*load.shares, *before, 2 * load.ideal)
+    told = start is not None and column >= 34
     rows = []
-    for expert, share in enumerate(load.shares):
-        drawn = bar(share / scale, column - digits - 7, _colour(share, load.ideal), mark=load.ideal / scale)
-        number = f"{units.share(share):>5}"
-        rows.append(words((f"{expert:>{digits}} ", QUIET), drawn, (f" {number}", ATTENTION if not share else "")))
+    for expert, (share, mark) in enumerate(zip(load.shares, before, strict=True)):
+        room = column - digits - (14 if told else 7)
+        drawn = bar(share / scale, room, _colour(share, load.ideal), mark=mark / scale)
+        number = (f" {units.share(share):>5}", ATTENTION if not share else "")
+        change = f" {points(share - mark):>6}" if told else ""
+        rows.append(words((f"{expert:>{digits}} ", QUIET), drawn, number, change))
     down = -(-len(rows) // across)
     lines = rows[:down]
     for i in range(1, across):
@@ -163,116 +175,53 @@ def _bars(load: LayerLoad, width: int, across: int) -> list[Text]:
     return lines
 
 
-def _columns(load: LayerLoad, width: int, height: int) -> list[Text]:
-    margin = 5 if height >= 4 else 0
-    groups = grouped(load.shares, width - margin)
-    cell = min(4, max(1, (width - margin) // len(groups)))
-    scale = max(max(load.shares), 2 * load.ideal)
-    drawn = columns([s / scale for s in groups], height, cell, [_colour(s, load.ideal) for s in groups])
-    per = -(-len(load.shares) // len(groups))
+def points(change: float, digits: int = 1) -> str:
+    """Write a difference of two shares in percentage points: ``+12.4``, ``-0.3``, ``0``."""
+    text = f"{change * 100:+.{digits}f}"
+    return "0" if float(text) == 0 else text
+
+
+def _columns(load: LayerLoad, width: int, height: int, start: LayerLoad | None, experts: range) -> list[Text]:
+    """Draw some of the experts as columns, on the scale of all of them."""
+    margin = _AXIS if height >= 4 else 0
+    before = start.shares if start else ()
+    shown = [experts[i] for i in busiest([load.shares[e] for e in experts], width - margin)]
+    cell = min(4, max(1, (width - margin) // len(shown)))
+    scale = max(*load.shares, *before, 2 * load.ideal)
+    high = height if height < 3 else height - 1
+    shares = [load.shares[e] for e in shown]
+    colours = [_colour(s, load.ideal) for s in shares]
+    drawn = columns([s / scale for s in shares], high, cell, colours)
     if height < 3:
         return drawn
-    note = f"experts 0 to {len(load.counts) - 1}" + (f", each column the busiest of {per}" if per > 1 else "")
-    drawn = columns([s / scale for s in groups], height - 1, cell, [_colour(s, load.ideal) for s in groups])
-    even = height - 2 - min(height - 2, int(load.ideal / scale * (height - 1)))
-    axis = [Text("even┤" if row == even else "    │", QUIET) for row in range(height - 1)]
+    if before:
+        drawn = _marked(drawn, [before[e] / scale for e in shown], cell, colours)
+    per = -(-len(experts) // len(shown))
+    note = f"experts {experts[0]} to {experts[-1]}" + (f", each column the busiest of {per}" if per > 1 else "")
+    even = high - 1 - min(high - 1, int(load.ideal / scale * high))
+    axis = [Text("even┤" if row == even else "    │", QUIET) for row in range(high)]
     lines = [words(a, line) for a, line in zip(axis, drawn, strict=True)] if margin else drawn
     return [*lines, Text(" " * margin + note, QUIET)]
+
+
+def _marked(lines: list[Text], fractions: Sequence[float], cell: int, colours: Sequence[str]) -> list[Text]:
+    """Lay a mark over every column, as high as its fraction."""
+    high, wide = len(lines), max(1, cell - 1)
+    for i, (fraction, colour) in enumerate(zip(fractions, colours, strict=True)):
+        row, at = high - 1 - min(high - 1, int(fraction * high)), i * cell
+        line = lines[row]
+        style = MARK if line.plain[at] == " " else f"{MARK} on {colour}"
+        lines[row] = line[:at] + Text("─" * wide, style) + line[at + wide :]
+    return lines
+
+
+def busiest(shares: Sequence[float], most: int) -> list[int]:
+    """Return all experts, or the busiest of neighbouring ones where there are more of them than cells."""
+    per = max(1, -(-len(shares) // max(1, most)))
+    return [max(range(i, min(i + per, len(shares))), key=shares.__getitem__) for i in range(0, len(shares), per)]
 
 
 def grouped(shares: Sequence[float], most: int) -> list[float]:
     """Take the greatest of neighbouring shares where there are more experts than cells."""
     per = max(1, -(-len(shares) // max(1, most)))
     return [max(shares[i : i + per]) for i in range(0, len(shares), per)]
-
-
-# the page
-
-
-def heat_title(frame: Frame) -> Text:
-    """Head the heat map with its order."""
-    order = "most uneven first" if frame.by_imbalance else "in the model's order"
-    return words(("layers and experts", ""), f" · {order} (s)")
-
-
-def heat_lines(frame: Frame, width: int, height: int) -> list[Text]:
-    """Draw every layer's figures and the load of its experts as coloured cells."""
-    view = frame.view
-    if not view.experts:
-        return wrap(missing_reason(view), width, QUIET)
-    names = layer_names(view.experts)
-    order = list(range(len(names)))
-    if frame.by_imbalance:
-        order.sort(key=lambda i: -view.experts[i].max_over_mean)
-    rows: list[list[Cell]] = [["layer", "max/mean", "CV", "dead", "busiest"]]
-    rows += [_figures(view.experts[i], names[i]) for i in order]
-    left = table(rows, "<>>>>")
-    most = max(len(load.counts) for load in view.experts)
-    room = max(8, width - left[0].cell_len - 3)
-    cell = min(9, room // most) if most <= room else 1
-    cells = [_cells_head(most, cell, room)]
-    cells += [_cells(view.experts[i], cell, room) for i in order]
-    return [
-        *_facts(view, width),
-        *_scale(most, room, width),
-        Text(),
-        *beside(left, cells, left[0].cell_len, 3),
-    ]
-
-
-def _figures(load: LayerLoad, name: str) -> list[Cell]:
-    return [
-        Text(name if len(name) <= 18 else f"…{name[-17:]}"),
-        Text(units.significant(load.max_over_mean), _alarm(load.max_over_mean)),
-        figure(units.significant(load.cv), ""),
-        Text(str(len(load.dead)), ATTENTION if load.dead else ""),
-        f"{load.worst} {units.share(load.shares[load.worst]):>4}",
-    ]
-
-
-def _cells_head(most: int, cell: int, room: int) -> Text:
-    if most > room:
-        return Text(f"experts 0 to {most - 1}", QUIET)
-    every = 1 if cell >= 3 else max(1, -(-4 // cell))
-    width = cell * every
-    return Text("".join(f"{e:<{width}}" if cell < 3 else f"{e:^{width}}" for e in range(0, most, every)), QUIET)
-
-
-def _cells(load: LayerLoad, cell: int, room: int) -> Text:
-    line = Text()
-    for share in grouped(load.shares, room):
-        colour = heat(share / load.ideal)
-        ink = "#10151c" if share > 1.5 * load.ideal else "#c9d3de"
-        text = units.share(share).rjust(cell - 1) if cell >= 4 else ""
-        line.append((text or ("×" if not share else "")).ljust(cell), f"{ink} on {colour}")
-    return line
-
-
-def heat(over_even: float) -> str:
-    """Return the colour of a load: dark when idle, blue when even, orange from twice the even share on."""
-    return _RAMP[max(0, min(len(_RAMP) - 1, round(over_even / UNEVEN * (len(_RAMP) - 1))))]
-
-
-def _scale(most: int, room: int, width: int) -> list[Text]:
-    line = words("share of tokens  0 ")
-    for colour in _RAMP:
-        line.append("  ", f"on {colour}")
-    line.append(" twice the even share", QUIET)
-    per = -(-most // room)
-    note = words(f"a cell is the busiest of {per}") if per > 1 else Text()
-    return flow([line, note, words("× none")], width)
-
-
-def _facts(view: RunView, width: int) -> list[Text]:
-    model = view.header.model if view.header else None
-    per_token = f", {model.experts_per_token} per token" if model and model.experts_per_token else ""
-    worst = view.experts[worst_layer(view)]
-    dead = sum(len(load.dead) for load in view.experts)
-    padding = "padding counted as tokens" if view.expert_padding_counted else "padding left out"
-    parts = [
-        words(f"{len(view.experts)} layers of {len(worst.counts)} experts{per_token}"),
-        words(("worst max/mean ", ""), (units.significant(worst.max_over_mean), _alarm(worst.max_over_mean))),
-        words(("dead ", ""), (str(dead), ATTENTION if dead else STRONG)),
-        words(f"counted {clean(view.expert_method or units.NA, 24)}, {padding}"),
-    ]
-    return flow(parts, width)
