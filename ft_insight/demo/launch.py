@@ -53,7 +53,7 @@ def _environment(path: Path) -> dict[str, str]:
     # a core is left for the dashboard: two threads that wait for each other on a busy core train ten times slower
     threads = str(max(1, (os.cpu_count() or 2) - 1))
     own = {LOG_VARIABLE: str(path), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return {"OMP_NUM_THREADS": threads, **os.environ, **own}
+    return {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive", **os.environ, **own}
 
 
 def _free_log(folder: Path) -> Path:
