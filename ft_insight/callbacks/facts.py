@@ -87,7 +87,7 @@ def _parameter_counts(model: nn.Module) -> tuple[int, int, int]:
         size = logical_numel(parameter)
         total += size
         trainable += size if parameter.requires_grad else 0
-        experts += size if "experts" in name.split(".") else 0
+        experts += size if any(p.endswith("experts") and "shared" not in p for p in name.split(".")) else 0
     return total, trainable, experts
 
 
