@@ -2,10 +2,11 @@
 
     python benchmarks/overhead.py [--model tiny|medium] [--rounds 12] [--other sync]
 
-Each round trains a few steps in every mode, in random order, on the same model and data; what is compared are
-medians within a round, so that a machine that slows down slows all modes. Printed are the median ratio over rounds
-and its interval from the 10% to the 90% quantile, of wall time and of the process's CPU time. ``sync`` is a profiler
-that times every module and synchronises in each of its hooks, as profilers that only support that do.
+Each round trains the same few steps in every mode, in random order, on the same model and rows; what is compared is
+each step with the same step of the same round without, so that neither lengths nor a machine that slows down matter.
+Printed are the median of these ratios and its 95% interval by bootstrap, of wall time and of the process's CPU time.
+``sync`` is a profiler that times every module and synchronises in each of its hooks, as profilers that only support
+that do.
 """
 
 from __future__ import annotations
@@ -130,8 +131,8 @@ def make_trainer(model: str, steps: int, folder: str) -> SFTTrainer:
     )
 
 
-def measure(trainer: Any, callback: Any, steps: int) -> tuple[float, float]:
-    """Train some steps with a callback; return the median wall and CPU seconds of a step."""
+def measure(trainer: Any, callback: Any, steps: int) -> tuple[list[float], list[float]]:
+    """Train some steps with a callback; return the wall and CPU seconds of each step but the first."""
     watch = Stopwatch()
     extra = [c for c in (callback, watch) if c is not None]
     for item in extra:
@@ -141,7 +142,14 @@ def measure(trainer: Any, callback: Any, steps: int) -> tuple[float, float]:
         trainer.train()
     for item in extra:
         trainer.pop_callback(type(item))
-    return statistics.median(watch.wall[WARM_UP:]), statistics.median(watch.cpu[WARM_UP:])
+    return watch.wall[WARM_UP:], watch.cpu[WARM_UP:]
+
+
+def median_interval(values: list[float]) -> tuple[float, float, float]:
+    """Return the median and its 95% interval by bootstrap."""
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(2000))
+    return statistics.median(values), medians[50], medians[-51]
 
 
 def main() -> None:
@@ -163,7 +171,7 @@ def main() -> None:
         }
         if "sync" in arguments.other:
             modes["synchronising profiler"] = SynchronisingProfiler
-        results: dict[str, list[tuple[float, float]]] = {name: [] for name in modes}
+        results: dict[str, list[tuple[list[float], list[float]]]] = {name: [] for name in modes}
         order = list(modes)
         for number in range(arguments.rounds):
             random.Random(number).shuffle(order)
@@ -172,18 +180,18 @@ def main() -> None:
     report(results, arguments)
 
 
-def report(results: dict[str, list[tuple[float, float]]], arguments: argparse.Namespace) -> None:
+def report(results: dict[str, list[tuple[list[float], list[float]]]], arguments: argparse.Namespace) -> None:
     base = results["without"]
-    wall = statistics.median(w for w, _ in base)
+    wall = statistics.median(seconds for walls, _ in base for seconds in walls)
     print(f"{arguments.model} Mixtral, LoRA, checkpointing, {arguments.threads} thread(s), {arguments.rounds} rounds")
-    print(f"without: {wall * 1e3:.0f} ms a step")
+    print(f"without: {wall * 1e3:.0f} ms a step, {sum(len(w) for w, _ in base)} steps of each kind")
     for name, measured in results.items():
         if name == "without":
             continue
         for column, what in enumerate(("wall", "CPU")):
-            ratios = sorted(m[column] / b[column] for m, b in zip(measured, base, strict=True))
-            low, high = ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]
-            print(f"{name:>24} {what:>4} x{statistics.median(ratios):.3f} [{low:.3f}, {high:.3f}]")
+            pairs = [zip(m[column], b[column], strict=True) for m, b in zip(measured, base, strict=True)]
+            ratio, low, high = median_interval([x / y for pair in pairs for x, y in pair])
+            print(f"{name:>24} {what:>4} x{ratio:.3f} [{low:.3f}, {high:.3f}]")
 
 
 if __name__ == "__main__":
