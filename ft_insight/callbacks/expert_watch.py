@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ft_insight.callbacks.routers import Flush, RouterCounter, find_routers
+from ft_insight.callbacks.routers import TOKENS, Flush, RouterCounter, find_routers
 from ft_insight.records import Experts
 
 FLUSH_S = 2.0
@@ -55,13 +55,27 @@ class ExpertWatch:
 
 
 def _record(flush: Flush, step: int, t_s: float) -> Experts:
-    rows = flush.counts.table()
+    table = flush.counts.table()
+    counts = [tuple(row[1 : 1 + experts]) for row, experts in zip(table, flush.experts, strict=False)]
+    tokens = [row[TOKENS] for row in table[: len(counts)]]
+    padding_counted = flush.padding_counted
+    for unmasked, (layer, seen) in zip(table[len(counts) :], flush.rows.items(), strict=True):
+        plain = unmasked[1 : 1 + flush.experts[layer]]
+        if not (seen.confirmable and plain == seen.masked_rows):
+            counts[layer], tokens[layer] = tuple(seen.rows), seen.tokens
+            padding_counted = True
+            continue
+        # what came with a mask is counted by it, the rest as it came
+        rest = [rows - masked for rows, masked in zip(seen.rows, seen.masked_rows, strict=True)]
+        counts[layer] = tuple(a + b for a, b in zip(counts[layer], rest, strict=True))
+        tokens[layer] += seen.tokens - seen.masked_tokens
     return Experts(
         step=step,
         t_s=t_s,
         mode=flush.mode,
         layers=flush.layers,
-        counts=tuple(tuple(row[:experts]) for row, experts in zip(rows, flush.experts, strict=True)),
-        tokens=tuple(row[-1] for row in rows),
-        padding_counted=flush.padding_counted,
+        counts=tuple(counts),
+        tokens=tuple(tokens),
+        method=flush.method,
+        padding_counted=padding_counted,
     )

@@ -6,23 +6,20 @@ Counting runs on the device, into one small tensor per layer, and is read once p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from ft_insight.callbacks.clock import Counts
+from ft_insight.callbacks.router_adapters import APPROXIMATE, EXACT, OUTPUT, Heard
+from ft_insight.callbacks.router_rows import RowCount, Rows
+from ft_insight.callbacks.router_search import Router, find_routers, plain_name
 
+__all__ = ["Flush", "Router", "RouterCounter", "find_routers", "plain_name"]
 
-@dataclass(slots=True)
-class Router:
-    """One router of the model, by its name in it, and how many experts it chooses from."""
-
-    name: str
-    module: nn.Module
-    experts: int
+BELOW, ABOVE, TOKENS = 0, -2, -1
+"""Bins of a layer beside those of its experts: for indices below 0 and beyond the experts, and for tokens."""
 
 
 @dataclass(slots=True)
@@ -32,142 +29,174 @@ class Flush:
     mode: str
     layers: tuple[str, ...]
     counts: Counts
-    """Stacked (layers, widest + 2): experts, the bin for what lies beyond, and the tokens routed."""
+    """Stacked (layers, 1 + widest + 2): the bin for what lies below, experts, what lies beyond, the tokens routed. Then
+    one more row for each of ``rows``, in their order: the same without regard to padding."""
     experts: tuple[int, ...]
     padding_counted: bool
+    method: str = EXACT
+    """That of the weakest of its layers."""
+    rows: dict[int, RowCount] = field(default_factory=dict)
+    """By layer: what its experts were called with, for those that are modules of their own."""
 
 
-def find_routers(model: nn.Module) -> list[Router]:
-    """Find the routers of a transformers model: the classes that it names as the source of router logits."""
-    classes = tuple(_router_classes(model))
-    if not classes:
-        return []
-    found: list[Router] = []
-    for name, module in model.named_modules():
-        if isinstance(module, classes):
-            experts = _expert_count(module, model)
-            if experts:
-                found.append(Router(plain_name(name), module, experts))
-    return found
+@dataclass(slots=True)
+class Listened:
+    """Where the session is to hook a router."""
+
+    module: Any
 
 
-def _router_classes(model: nn.Module) -> Iterator[type[nn.Module]]:
-    for module in model.modules():
-        registry = getattr(type(module), "_can_record_outputs", None)
-        entry = registry.get("router_logits") if isinstance(registry, Mapping) else None
-        for item in entry if isinstance(entry, list | tuple) else [entry]:
-            target = getattr(item, "target_class", item)
-            if isinstance(target, type) and issubclass(target, nn.Module):
-                yield target
+class _Mode:
+    """All counts of one mode since the last flush."""
 
-
-def _expert_count(module: nn.Module, model: nn.Module) -> int | None:
-    for name in ("num_experts", "n_routed_experts", "num_local_experts"):
-        value = getattr(module, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    weight = getattr(module, "weight", None)
-    if isinstance(weight, torch.Tensor) and weight.dim() == 2:
-        return int(weight.shape[0])
-    config = getattr(model, "config", None)
-    value = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    return value if isinstance(value, int) else None
-
-
-def plain_name(name: str) -> str:
-    """Return the name that the module has in the bare model: without what PEFT wraps around it."""
-    wrappers = {"base_model", "base_layer"}
-    parts = [p for p in name.split(".") if p not in wrappers]
-    while len(parts) > 1 and parts[0] == "model" and parts[1] == "model":
-        parts = parts[1:]
-    return ".".join(parts)
+    def __init__(self) -> None:
+        self.buffers: dict[int, torch.Tensor] = {}
+        self.unmasked: dict[int, torch.Tensor] = {}
+        self.rows: dict[int, Rows] = {}
+        self.padding_counted = False
 
 
 class RouterCounter:
     """Counts for all routers of a model. The session calls ``begin_forward`` before each forward of the root."""
 
     def __init__(self, routers: list[Router]) -> None:
-        self.routers = routers
+        self.routers = [Listened(r.tap) for r in routers]
+        self._routers = routers
         self._mode: str | None = None
         self._mask: torch.Tensor | None = None
-        self._width = max(r.experts for r in routers) + 2
-        self._buffers: dict[str, dict[int, torch.Tensor]] = {}
-        self._padding_counted: dict[str, bool] = {}
-        self._position: dict[int, int] = {}
+        self._padded = False
+        self._width = max(r.experts for r in routers) + 3
+        self._modes: dict[str, _Mode] = {}
+        self._weights: dict[tuple[torch.device, int, int, bool], tuple[torch.Tensor, torch.Tensor | int, bool]] = {}
+        self._all_ones: dict[torch.device, torch.Tensor] = {}
+        self._decided: set[int] = set()
         self.calls = 0
 
     def begin_forward(self, mode: str | None, mask: torch.Tensor | None) -> None:
         """Set what the routers called next are to be counted for; None counts nothing."""
+        self._settle_all()
         self._mode = mode
-        self._mask = None if mask is None else mask.reshape(-1).ne(0).to(torch.int64)
+        flat = isinstance(mask, torch.Tensor) and mask.dim() == 2
+        self._mask = mask.ne(0).to(torch.int64) if mask is not None and flat and mode is not None else None
+        self._padded = mask is not None
+        self._weights.clear()
 
-    def count(self, index: int, output: Any) -> None:
-        """Add the choice of router ``index``, from its output."""
+    def count(self, index: int, heard: Heard) -> None:
+        """Add what was heard of router ``index``: its choice, or a part of what tells it."""
         mode = self._mode
         # -1 outside of backward: a router called within is being recomputed for a checkpoint
         if mode is None or torch._C._current_graph_task_id() != -1:
             return
-        chosen = self._chosen(index, output)
+        router = self._routers[index]
+        if isinstance(heard.source, int):
+            self._rows(mode, index).expert_called(heard)
+            return
+        chosen = router.choice.read(heard)
+        if chosen is None:
+            if heard.source == OUTPUT and router.tap.experts:
+                self.calls += 1
+                self._settle(mode, index)
+                self._rows(mode, index).router_called(heard.value)
+            return
+        if index not in self._decided:
+            self._decided.add(index)
+            router.tap.keep(heard.source)
         self.calls += 1
+        modes = self._of(mode)
+        if not self._add(modes.buffers, index, chosen, masked=True):
+            modes.padding_counted = True
+
+    def _of(self, mode: str) -> _Mode:
+        return self._modes.setdefault(mode, _Mode())
+
+    def _rows(self, mode: str, index: int) -> Rows:
+        rows = self._of(mode).rows
+        if index not in rows:
+            rows[index] = Rows(self._routers[index].experts)
+        return rows[index]
+
+    def _add(self, buffers: dict[int, torch.Tensor], index: int, chosen: torch.Tensor, *, masked: bool) -> bool:
+        """Add a choice to a layer's bins; return False if padding could not be told, though there may be some."""
+        chosen = chosen.reshape(-1, chosen.shape[-1])
         tokens, k = chosen.shape
-        weights, masked = self._weights(tokens, chosen.device)
-        experts = self.routers[index].experts
-        buffer = self._buffer(mode, index, chosen.device)
-        # clamped, for an index out of range would end a CUDA process
-        flat = chosen.reshape(-1).to(torch.int64).clamp(0, experts)
-        buffer.scatter_add_(0, flat, weights.repeat_interleave(k) if masked else weights.expand(tokens * k))
-        buffer[-1] += weights.sum() if masked else tokens
-        if self._mask is not None and not masked:
-            self._padding_counted[mode] = True
-
-    def _chosen(self, index: int, output: Any) -> torch.Tensor:
-        parts = output if isinstance(output, tuple | list) else (output,)
-        position = self._position.get(index)
-        if position is None:
-            position = next(
-                (
-                    i
-                    for i, p in enumerate(parts)
-                    if isinstance(p, torch.Tensor) and p.dtype in (torch.int64, torch.int32)
-                ),
-                None,
-            )
-            if position is None:
-                raise TypeError(f"router {self.routers[index].name} hands over no expert indices")
-            self._position[index] = position
-        chosen: torch.Tensor = parts[position].detach()
-        return chosen.reshape(-1, chosen.shape[-1])
-
-    def _weights(self, tokens: int, device: torch.device) -> tuple[torch.Tensor, bool]:
-        mask = self._mask
-        if mask is not None and mask.numel() == tokens:
-            return mask.to(device), True
-        return torch.ones(1, dtype=torch.int64, device=device), False
-
-    def _buffer(self, mode: str, index: int, device: torch.device) -> torch.Tensor:
-        buffers = self._buffers.setdefault(mode, {})
+        router = self._routers[index]
+        weights, total, told = self._spread(router.masked and masked, tokens, k, chosen.device)
         if index not in buffers:
-            buffers[index] = torch.zeros(self._width, dtype=torch.int64, device=device)
-        return buffers[index]
+            buffers[index] = torch.zeros(self._width, dtype=torch.int64, device=chosen.device)
+        buffer = buffers[index]
+        # clamped, for an index out of range would end a CUDA process
+        bins = chosen.reshape(-1).to(torch.int64).clamp(-1, router.experts).add_(1)
+        buffer.scatter_add_(0, bins, weights)
+        buffer[TOKENS].add_(total)
+        return told
+
+    def _spread(
+        self, masked: bool, tokens: int, k: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor | int, bool]:
+        """Return a weight for each choice, 0 for padding, and their sum over tokens; once per forward and shape."""
+        key = (device, tokens, k, masked and self._mask is not None)
+        if key not in self._weights:
+            weights = _fitting(self._mask, tokens) if self._mask is not None and masked else None
+            if weights is None:
+                self._weights[key] = self._ones(tokens * k, device), tokens, not self._padded
+            else:
+                weights = weights.to(device)
+                self._weights[key] = weights.unsqueeze(1).expand(-1, k).reshape(-1), weights.sum(), True
+        return self._weights[key]
+
+    def _ones(self, size: int, device: torch.device) -> torch.Tensor:
+        """Return so many ones, a part of the most that have been asked for."""
+        known = self._all_ones.get(device)
+        if known is None or known.numel() < size:
+            self._all_ones[device] = known = torch.ones(size, dtype=torch.int64, device=device)
+        return known[:size]
+
+    def _settle_all(self) -> None:
+        if self._mode is not None and self._mode in self._modes:
+            for index in self._modes[self._mode].rows:
+                self._settle(self._mode, index)
+
+    def _settle(self, mode: str, index: int) -> None:
+        """Take in the last call of a router whose experts are counted by their rows."""
+        modes = self._of(mode)
+        chosen = self._rows(mode, index).settle(self._mask is not None)
+        if chosen is None:
+            return
+        told = self._add(modes.buffers, index, chosen, masked=True)
+        self._add(modes.unmasked, index, chosen, masked=False)
+        if not told:
+            modes.rows[index].count.confirmable = False
 
     def flush(self) -> list[Flush]:
         """Take all counts since the last flush, one stacked copy per mode, and begin anew."""
-        flushed = []
-        for mode, buffers in self._buffers.items():
-            if not buffers:
-                continue
-            order = sorted(buffers)
-            home = buffers[order[0]].device
-            stacked = torch.stack([buffers[i].to(home, non_blocking=True) for i in order])
-            routers = [self.routers[i] for i in order]
-            flushed.append(
-                Flush(
-                    mode,
-                    tuple(r.name for r in routers),
-                    Counts(stacked),
-                    tuple(r.experts for r in routers),
-                    self._padding_counted.pop(mode, False),
-                )
-            )
-        self._buffers.clear()
+        self._settle_all()
+        flushed = [f for f in (self._flush(mode, counts) for mode, counts in self._modes.items()) if f is not None]
+        self._modes = {}
         return flushed
+
+    def _flush(self, mode: str, counts: _Mode) -> Flush | None:
+        order = sorted({*counts.buffers, *counts.rows})
+        if not order:
+            return None
+        home = next((b.device for b in counts.buffers.values()), torch.device("cpu"))
+        none = torch.zeros(self._width, dtype=torch.int64, device=home)
+        listed = [i for i in order if i in counts.rows]
+        stack = [counts.buffers.get(i, none) for i in order] + [counts.unmasked.get(i, none) for i in listed]
+        routers = [self._routers[i] for i in order]
+        approximate = any(r.method == APPROXIMATE for r in routers)
+        return Flush(
+            mode,
+            tuple(r.name for r in routers),
+            Counts(torch.stack([row.to(home, non_blocking=True) for row in stack])),
+            tuple(r.experts for r in routers),
+            counts.padding_counted,
+            APPROXIMATE if approximate else EXACT,
+            {order.index(i): counts.rows[i].take() for i in listed},
+        )
+
+
+def _fitting(mask: torch.Tensor, tokens: int) -> torch.Tensor | None:
+    """Return the mask of so many tokens: all of it, or its last column where all but one of each row are in a cache."""
+    if mask.numel() == tokens:
+        return mask.reshape(-1)
+    return mask[:, -1] if mask.shape[0] == tokens and mask.shape[1] else None
