@@ -26,7 +26,7 @@ LEAST_SPREAD = 1.25
 ROBUST_ROUNDS = 12
 REJECTED_FROM = 4.685
 """Residuals of so many standard deviations count for nothing (Tukey's bisquare, 95% efficient on Gaussian noise)."""
-SPAN = 1e60
+SPAN = 1e12
 """Slots and seconds beyond this factor around their median are no measurements, and would overflow their powers."""
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ft_insight.estimate.step_time import Curve, NotIdentifiable, StepTime, _solve, fit_step_time
@@ -128,6 +128,7 @@ weird = st.one_of(st.floats(), st.sampled_from([0.0, -1.0, math.nan, math.inf, 1
 
 
 @given(st.lists(st.tuples(weird, weird), max_size=40), st.booleans())
+@example([(1.0, 2.074393705513892e-58)], True)
 @settings(max_examples=60, deadline=None)
 def test_nothing_makes_it_raise(points: list[tuple[float, float]], with_sound: bool) -> None:
     if with_sound:
