@@ -94,7 +94,7 @@ class LayerTimer:
         self._mark("micro", -1)
 
     def mark(self, what: str) -> None:
-        """Mark a place of the whole model: ``forward``, ``forward end``, ``backward`` or ``backward end``."""
+        """Mark a place of the whole model: ``forward``, ``backward`` or ``backward end``."""
         self._mark(what, -1)
 
     def micro_ends(self) -> None:

@@ -23,9 +23,6 @@ ATTENTION_ARGUMENTS = frozenset(
     {"attention_mask", "position_embeddings", "position_ids", "past_key_values", "cu_seqlens"}
 )
 
-CONTAINERS = ("layer", "moe")
-"""Kinds whose own time is what their parts leave over."""
-
 
 @dataclass(frozen=True, eq=False)
 class Part:

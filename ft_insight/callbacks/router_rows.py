@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ft_insight.callbacks.router_adapters import OUTPUT, Heard
+from ft_insight.callbacks.router_adapters import Heard
 
 
 @dataclass(slots=True)
@@ -82,8 +82,3 @@ class Rows:
         """Return the count and begin anew."""
         count, self.count = self.count, self._zero()
         return count
-
-
-def is_output(heard: Heard) -> bool:
-    """Tell a call of the router from one of an expert."""
-    return heard.source == OUTPUT
