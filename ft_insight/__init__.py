@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from ft_insight.callbacks import FtInsightCallback as FtInsightCallback
     from ft_insight.records import SCHEMA as SCHEMA
     from ft_insight.run import RunState as RunState
-    from ft_insight.run import RunView as RunView
+    from ft_insight.run_view import RunView as RunView
 
 __version__ = "0.1.0"
 
 _HOME = {
     "FtInsightCallback": "ft_insight.callbacks",
     "RunState": "ft_insight.run",
-    "RunView": "ft_insight.run",
+    "RunView": "ft_insight.run_view",
     "SCHEMA": "ft_insight.records",
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ft_insight import units
 from ft_insight.experts import LayerLoad
 from ft_insight.report.layout import Section
-from ft_insight.run import RunView
+from ft_insight.run_view import RunView
 from ft_insight.words import clean
 
 Cell = Callable[[RunView], float | None]

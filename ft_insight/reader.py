@@ -6,7 +6,9 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ft_insight.run import RunState, RunView, combine
+from ft_insight.ranks import combine
+from ft_insight.run import RunState
+from ft_insight.run_view import RunView
 from ft_insight.runlog import SILENT_S, Follower, RunLogError, rank_files, writer_is_gone
 from ft_insight.units import duration
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ft_insight import units
 from ft_insight.layer_times import MOE_KINDS, KindTime, by_kind
 from ft_insight.records import Projection
-from ft_insight.run import RunView
+from ft_insight.run_view import RunView
 from ft_insight.verdict import findings
 from ft_insight.words import clean, fit_text, headline, hours_text, row_text, shares, usd_text
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ft_insight import units
-from ft_insight.run import RunView, Share
+from ft_insight.run_view import RunView, Share
 
 PADDING = 0.15
 DATA_WAIT = 0.05

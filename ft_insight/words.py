@@ -6,7 +6,7 @@ import re
 
 from ft_insight import units
 from ft_insight.records import Fit, Projection, ProjectionRow
-from ft_insight.run import RunView, Share
+from ft_insight.run_view import RunView, Share
 
 PHASE_WORDS = {"data_wait": "data"}
 _ESCAPE_CODE = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")

@@ -7,7 +7,7 @@ from ft_insight.estimate.project import DEFAULT_GPUS, Ask, Measured, measure, pr
 from ft_insight.estimate.step_time import NotIdentifiable
 from ft_insight.estimate.workload import WorkloadError, workload_of
 from ft_insight.records import Fit, Projection
-from ft_insight.run import RunView
+from ft_insight.run_view import RunView
 
 __all__ = ["DEFAULT_GPUS", "Ask", "estimate_records", "fit_record", "measure", "project"]
 

@@ -12,7 +12,7 @@ from ft_insight.estimate.step_time import NotIdentifiable, StepTime, fit_step_ti
 from ft_insight.estimate.transfer import TransferError, between_gpus, flops_per_slot, from_work
 from ft_insight.estimate.workload import Workload
 from ft_insight.records import Projection, ProjectionRow
-from ft_insight.run import RunView
+from ft_insight.run_view import RunView
 from ft_insight.stats import median
 
 Triple = tuple[float, float, float]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ft_insight.run import RunView
+from ft_insight.run_view import RunView
 
 
 class WorkloadError(ValueError):

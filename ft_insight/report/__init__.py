@@ -10,7 +10,7 @@ import msgspec
 from ft_insight.reader import Status
 from ft_insight.report.layout import to_markdown, to_text
 from ft_insight.report.sections import report_sections
-from ft_insight.run import RunView
+from ft_insight.run_view import RunView
 from ft_insight.verdict import findings
 from ft_insight.words import headline
 

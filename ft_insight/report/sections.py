@@ -12,7 +12,7 @@ from ft_insight.layer_times import KIND_WORDS, by_kind
 from ft_insight.reader import Status
 from ft_insight.records import Projection, ProjectionRow
 from ft_insight.report.layout import Section
-from ft_insight.run import RunView
+from ft_insight.run_view import RunView
 from ft_insight.verdict import findings
 from ft_insight.words import clean, estimate, fit_text, hours_text, phase_word, reasons, usd_text
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ft_insight.reader import RunReader, Status
-from ft_insight.run import RunView
+from ft_insight.run_view import RunView
 from ft_insight.runlog import RunLogError
 
 INTERVAL_S = 0.25

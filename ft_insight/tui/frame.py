@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ft_insight.reader import Status
-from ft_insight.run import RunView
+from ft_insight.run_view import RunView
 
 _WAITING = Status("waiting", "waiting")
 

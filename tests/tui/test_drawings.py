@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ft_insight import records as r
 from ft_insight.experts import LayerLoad
 from ft_insight.layer_times import LayerTime
-from ft_insight.run import RunView
+from ft_insight.run_view import RunView
 from ft_insight.tui.frame import Frame
 from ft_insight.tui.widgets import expert_page, experts, kernels, layers, plots
 from ft_insight.tui.widgets.text import clean, cut, table, tail, wrap

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from ft_insight import records as r
-from ft_insight.run import RunState, RunView
+from ft_insight.run import RunState
+from ft_insight.run_view import RunView
 
 GIB = 1024**3
 A40 = r.Device(kind="cuda", name="NVIDIA A40", memory_bytes=int(44.42 * GIB))

@@ -18,7 +18,7 @@ from ft_insight.estimate import DEFAULT_GPUS, Ask, estimate_records, measure, pr
 from ft_insight.estimate.memory import CONTEXT_BYTES, FRAGMENTATION, PeakMemory, fit_peak
 from ft_insight.estimate.step_time import NotIdentifiable
 from ft_insight.estimate.workload import Workload, WorkloadError, workload_of
-from ft_insight.run import RunView
+from ft_insight.run_view import RunView
 
 LENGTHS = {"length_values": (100, 200, 400), "length_counts": (50, 30, 20), "longest": 400}
 JOB = {"queries": 15_000, **LENGTHS}
@@ -308,7 +308,7 @@ def test_from_a_cpu_the_work_counts_not_the_speed() -> None:
 def test_from_two_cpu_ranks_two_gpus_follow() -> None:
     one = run(device=CPU)
     two = view([header(devices=(CPU,), dataset=JOB, world_size=2, train={"epochs": 10.0}), *steps(10, 10.0)])
-    from ft_insight.run import combine
+    from ft_insight.ranks import combine
 
     other = view([header(devices=(CPU,), dataset=JOB, world_size=2, rank=1, train={"epochs": 10.0}), *steps(10, 10.0)])
     rate_one = ask(one, "h100").rows[1].queries_per_s

@@ -11,7 +11,9 @@ from makers import A40, CPU, GIB, end, header, micro, step, steps, view
 
 from ft_insight import records as r
 from ft_insight.experts import LayerLoad
-from ft_insight.run import RunState, RunView, combine
+from ft_insight.ranks import combine
+from ft_insight.run import RunState
+from ft_insight.run_view import RunView
 
 
 def parts(shares: Any) -> dict[str, tuple[float, float]]:

@@ -9,7 +9,8 @@ from rich.text import Text
 
 from ft_insight import units
 from ft_insight.experts import LayerLoad
-from ft_insight.run import EDGE, RunView
+from ft_insight.run import EDGE
+from ft_insight.run_view import RunView
 from ft_insight.tui.frame import Frame
 from ft_insight.tui.widgets.experts import (
     UNEVEN,

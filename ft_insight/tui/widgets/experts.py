@@ -8,7 +8,7 @@ from rich.text import Text
 
 from ft_insight import units
 from ft_insight.experts import LayerLoad
-from ft_insight.run import RunView
+from ft_insight.run_view import RunView
 from ft_insight.tui.frame import Frame
 from ft_insight.tui.widgets.plots import bar, columns
 from ft_insight.tui.widgets.text import (

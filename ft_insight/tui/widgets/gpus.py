@@ -8,7 +8,7 @@ from rich.text import Text
 
 from ft_insight import units
 from ft_insight.records import Device
-from ft_insight.run import GpuView, RunView
+from ft_insight.run_view import GpuView, RunView
 from ft_insight.tui.frame import Frame
 from ft_insight.tui.widgets.plots import Axis, bar, chart, spark, tick, trend
 from ft_insight.tui.widgets.text import (

@@ -11,7 +11,7 @@ from ft_insight import units
 from ft_insight.kernel_table import RoleTime, by_role
 from ft_insight.layer_times import KIND_WORDS
 from ft_insight.records import Kernels
-from ft_insight.run import RunView
+from ft_insight.run_view import RunView
 from ft_insight.tui.frame import Frame
 from ft_insight.tui.widgets.plots import bar
 from ft_insight.tui.widgets.text import (

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ft_insight import units
 from ft_insight.layer_times import MOE_KINDS, KindTime, by_kind
-from ft_insight.run import RunView
+from ft_insight.run_view import RunView
 from ft_insight.tui.frame import Frame
 from ft_insight.tui.widgets.experts import grouped
 from ft_insight.tui.widgets.plots import bar, columns

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 
 from ft_insight import units
-from ft_insight.run import RunView
+from ft_insight.run_view import RunView
 from ft_insight.tui.frame import Frame
 from ft_insight.tui.widgets.text import ATTENTION, QUIET, STRONG, clean, figure, tail, words, wrap
 from ft_insight.verdict import Finding, findings

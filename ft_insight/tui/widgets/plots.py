@@ -10,7 +10,7 @@ from operator import itemgetter
 
 from rich.text import Text
 
-from ft_insight.run import Points
+from ft_insight.run_view import Points
 from ft_insight.tui.widgets.text import CURVE, FAINT, MARK, QUIET, SPARK, TRACK
 from ft_insight.units import significant
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from ft_insight import units
-from ft_insight.run import RECENT_STEPS, Share
+from ft_insight.run import RECENT_STEPS
+from ft_insight.run_view import Share
 from ft_insight.tui.frame import Frame
 from ft_insight.tui.widgets.plots import Axis, bar, chart, split, tick, trend
 from ft_insight.tui.widgets.text import (

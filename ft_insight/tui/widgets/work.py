@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 
 from ft_insight import units
-from ft_insight.run import Points, RunView
+from ft_insight.run_view import Points, RunView
 from ft_insight.tui.frame import Frame
 from ft_insight.tui.widgets.plots import Axis, Layer, chart, spark, tick, trend
 from ft_insight.tui.widgets.text import ATTENTION, CURVE, MARK, QUIET, clean, figure, joined, words
