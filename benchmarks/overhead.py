@@ -30,11 +30,11 @@ from trl import SFTConfig, SFTTrainer
 
 from ft_insight import FtInsightCallback
 from ft_insight.demo.tiny import build_tokenizer, lora_config
-from ft_insight.demo.train import _checkpointing
+from ft_insight.demo.train import checkpointing_options
 
 SIZES = {
     "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "rows": 128, "batch": 4},
-    "medium": {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "rows": 256, "batch": 4},
+    "medium": {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "rows": 256, "batch": 1},
 }
 WARM_UP = 2
 
@@ -120,7 +120,7 @@ def make_trainer(model: str, steps: int, folder: str) -> SFTTrainer:
         use_cpu=True,
         disable_tqdm=True,
         dataloader_pin_memory=False,
-        **_checkpointing(SFTConfig),
+        **checkpointing_options(SFTConfig),
     )
     return SFTTrainer(
         model=make_model(size, len(tokenizer)),

@@ -70,7 +70,7 @@ def make_trainer(
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="cosine",
         max_length=MAX_LENGTH,
-        **_checkpointing(SFTConfig),
+        **checkpointing_options(SFTConfig),
         bf16=torch.cuda.is_available(),
         logging_steps=1,
         eval_strategy="steps" if held_out is not None else "no",
@@ -91,7 +91,7 @@ def make_trainer(
     )
 
 
-def _checkpointing(config: Any) -> dict[str, Any]:
+def checkpointing_options(config: Any) -> dict[str, Any]:
     """Return the options for non-reentrant checkpointing under the name that this transformers uses."""
     renamed = "activation_checkpointing" in config.__dataclass_fields__
     name = "activation_checkpointing" if renamed else "gradient_checkpointing"

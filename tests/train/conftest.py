@@ -18,7 +18,7 @@ from ft_insight import records as r
 from ft_insight.callbacks import clock as clock_module
 from ft_insight.callbacks import output as output_module
 from ft_insight.demo.tiny import build_tokenizer
-from ft_insight.demo.train import _checkpointing
+from ft_insight.demo.train import checkpointing_options
 from ft_insight.runlog import read_records
 from tests.train.planted import VirtualClock
 
@@ -125,7 +125,7 @@ def make_trainer(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> MakeTrai
             "shuffle_dataset": False,
             "dataloader_pin_memory": False,
             "seed": 1,
-            **_checkpointing(SFTConfig),
+            **checkpointing_options(SFTConfig),
             **settings,
         }
         for name in [n for n in options if n in ("activation_checkpointing", "gradient_checkpointing")]:
