@@ -180,6 +180,8 @@ class Step(Base, frozen=True, kw_only=True, tag="step"):
     """``host``, or ``cuda`` where the phases are distances between events on the device's timeline."""
     host_phases_s: Mapping[str, float] | None = None
     """Where ``clock`` is a device's: the same phases by the host's clock."""
+    idle_at_most_s: float | None = None
+    """Where ``clock`` is a device's: an upper bound of the time in which it had nothing to do."""
     before_s: Mapping[str, float] = {}
     """Host seconds between the step before and this one, by kind of ``OUTSIDE_KINDS``, but for what has a span
     record of its own."""

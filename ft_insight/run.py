@@ -228,6 +228,7 @@ class RunState:
             recent=rates_of(StepSums.of(last[1:] if self._sums.steps == len(last) and len(last) > 1 else last)),
             step_s=median(s.wall_s for s in last),
             phase_clock=self._phase_clock,
+            idle_at_most=self._sums.idle_share(),
             phases=shares_of(self._sums.phases, r.STEP_PHASES),
             recent_phases=shares_of(StepSums.of(last).phases, r.STEP_PHASES),
             ledger_gap=self._sums.gap(),

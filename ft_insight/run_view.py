@@ -88,6 +88,8 @@ class RunView:
     step_s: float | None = None
     """Median wall time of the last ``RECENT_STEPS`` steps."""
     phase_clock: str = "host"
+    idle_at_most: float | None = None
+    """Upper bound of the fraction of the steps' time in which the device had nothing to do; None on a CPU."""
     phases: tuple[Share, ...] = ()
     recent_phases: tuple[Share, ...] = ()
     ledger_gap: float | None = None

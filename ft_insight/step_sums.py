@@ -36,6 +36,7 @@ class StepSums:
         self.micro = 0
         self.wall_s = 0.0
         self.self_s: float | None = None
+        self.idle_s: float | None = None
         self.phases: dict[str, float] = {}
         self._work: Work = (0, 0, 0, 0)
 
@@ -54,6 +55,8 @@ class StepSums:
         self.wall_s += step.wall_s
         if step.self_s is not None:
             self.self_s = (self.self_s or 0.0) + step.self_s
+        if step.idle_at_most_s is not None:
+            self.idle_s = (self.idle_s or 0.0) + step.idle_at_most_s
         phases = self.phases
         for name, seconds in step.phases_s.items():
             phases[name] = phases.get(name, 0.0) + seconds
@@ -64,6 +67,10 @@ class StepSums:
     def self_share(self) -> float | None:
         """Return what ft-insight itself took, as a fraction of the steps' wall time."""
         return self.self_s / self.wall_s if self.self_s is not None and self.wall_s else None
+
+    def idle_share(self) -> float | None:
+        """Return the most that the device can have idled, as a fraction of the steps' wall time."""
+        return self.idle_s / self.wall_s if self.idle_s is not None and self.wall_s else None
 
     def gap(self) -> float | None:
         """Return (sum of all phases) / (sum of wall times) - 1."""

@@ -36,6 +36,8 @@ def _where(view: RunView) -> str | None:
     if not view.phases:
         return "no step was finished"
     text = shares(view.phases)
+    if view.idle_at_most is not None:
+        text += f"  (the GPU idle at most {units.share(view.idle_at_most)})"
     apart = shares(tuple(p for p in view.outside if p.name in ("evaluation", "saving")))
     return f"{text}  (of the run: {apart})" if apart else text
 

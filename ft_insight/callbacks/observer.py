@@ -194,6 +194,7 @@ class Observer:
                 phases_s=rounded(times.phases_s),
                 clock=times.clock,
                 host_phases_s=rounded(times.host_s) if times.clock != "host" else None,
+                idle_at_most_s=None if times.idle_at_most_s is None else round(times.idle_at_most_s, 7),
                 before_s=rounded(step.before_s),
                 micro=tuple(micro),
                 epoch=None if known.epoch is None else round(known.epoch, 5),

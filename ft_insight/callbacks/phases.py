@@ -8,8 +8,9 @@ transitions of a step carry events, and its phases are told once the device has 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from ft_insight.callbacks.clock import Event, HostClock
 
@@ -58,6 +59,8 @@ class StepTimes:
     clock: str
     host_s: dict[str, float] = field(default_factory=dict)
     """The same phases by the host's clock: how long it took to ask for the work, or waited."""
+    idle_at_most_s: float | None = None
+    """Where a device has a clock of its own: how long it can have been without work in this step."""
     confirmed: bool = True
     """The device has passed this step, so that what it counted on the way has arrived."""
 
@@ -201,14 +204,38 @@ def _times(step: ClosedStep, clock: str) -> StepTimes:
     phases: dict[str, float] = {}
     host: dict[str, float] = {}
     micro: dict[int, float] = {}
-    before = step.begin
-    for stretch in step.stretches:
-        seconds = stretch.host_s
-        host[stretch.bucket] = host.get(stretch.bucket, 0.0) + seconds
-        if clock != "host":
-            seconds = before.elapsed_time(stretch.end) / 1e3  # type: ignore[union-attr, arg-type]
-            before = stretch.end
+    device_s = _device_seconds(step) if clock != "host" else None
+    for stretch, seconds in zip(step.stretches, device_s or [s.host_s for s in step.stretches], strict=True):
+        host[stretch.bucket] = host.get(stretch.bucket, 0.0) + stretch.host_s
         phases[stretch.bucket] = phases.get(stretch.bucket, 0.0) + seconds
         if stretch.bucket in COMPUTE and stretch.micro >= 0:
             micro[stretch.micro] = micro.get(stretch.micro, 0.0) + seconds
-    return StepTimes(phases, micro, clock, host)
+    idle = None if device_s is None else idle_at_most([s.host_s for s in step.stretches], device_s)
+    return StepTimes(phases, micro, clock, host, idle)
+
+
+def _device_seconds(step: ClosedStep) -> list[float]:
+    before = step.begin
+    seconds = []
+    for stretch in step.stretches:
+        seconds.append(before.elapsed_time(stretch.end) / 1e3)  # type: ignore[union-attr, arg-type]
+        before = stretch.end
+    return seconds
+
+
+def idle_at_most(host_s: Sequence[float], device_s: Sequence[float]) -> float:
+    """Bound from above how long a device had nothing to do, from the same stretches on both timelines.
+
+    A device is behind the host by a lag: it passes each mark later than the host set it. Within a stretch it can
+    idle only from when it has done all that was asked before the stretch, which is the lag after the stretch began,
+    until the host has asked for the last of it, when the stretch ends. The least lag that the distances allow is
+    taken, as it is never negative; a trainer waits for its device at least once in each step, where it is nothing.
+    No synchronisation of our own is needed.
+    """
+    ahead = list(accumulate(h - d for h, d in zip(host_s, device_s, strict=True)))
+    lag = max(0.0, *ahead) if ahead else 0.0
+    idle = 0.0
+    for host, device in zip(host_s, device_s, strict=True):
+        idle += min(max(0.0, host - lag), device)
+        lag += device - host
+    return idle

@@ -56,6 +56,8 @@ def _time(view: RunView) -> Section:
     if view.ledger_gap is not None:
         clock = "CUDA events" if view.phase_clock == "cuda" else "the host's clock"
         after.append(f"by {clock}; the phases add up to {units.share(1 + view.ledger_gap)} of the steps' wall time")
+    if view.idle_at_most is not None:
+        after.append(f"the device had nothing to do for at most {units.share(view.idle_at_most)} of step time")
     if view.outside:
         parts = ", ".join(
             f"{clean(p.name, 40)} {units.duration(p.seconds)} ({units.share(p.share)})" for p in view.outside

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ft_insight.callbacks import clock as clock_module
 from ft_insight.callbacks.clock import CudaClock
-from ft_insight.callbacks.phases import MAX_PENDING, ClosedStep, Ledger, StepTimes
+from ft_insight.callbacks.phases import MAX_PENDING, ClosedStep, Ledger, StepTimes, idle_at_most
 
 
 class Device:
@@ -21,10 +24,12 @@ class Device:
         self.done = 0.0
         self.synchronised = 0
         self.events = 0
+        self.idle = 0.0
 
     def launch(self, device_s: float, host_s: float = 0.001) -> None:
         self.host += host_s
         # work starts when the host has asked for it and what was asked before is done
+        self.idle += max(0.0, self.host - self.queued)
         self.queued = max(self.queued, self.host) + device_s
 
 
@@ -109,6 +114,50 @@ def test_data_wait_that_the_device_does_not_notice_is_none(device: Device) -> No
     ledger.resolve(wait=True)
     assert round(told[1].phases_s["data_wait"], 3) == 0.0
     assert round(sum(told[1].phases_s.values()), 3) == 7.0
+
+
+def test_a_device_idles_while_its_host_waits_for_data(device: Device) -> None:
+    told: list[StepTimes] = []
+    ledger = Ledger(CudaClock(), lambda step, times: told.append(times))
+    run_step(ledger, device, 0)
+    device.done = device.queued
+    ledger.resolve()
+    # half a second without data, a millisecond before the first kernel; from then on it is behind
+    assert told[0].idle_at_most_s == pytest.approx(0.501)
+    assert device.idle == pytest.approx(0.501)
+
+
+def test_a_device_that_is_behind_its_host_never_idles(device: Device) -> None:
+    told: list[StepTimes] = []
+    ledger = Ledger(CudaClock(), lambda step, times: told.append(times))
+    run_step(ledger, device, 0)
+    run_step(ledger, device, 1)  # it is 7 s behind when the data of this step is waited for
+    ledger.resolve(wait=True)
+    # at least 0.5 s behind, by the distances of its marks alone: only the first launch may have found it idle
+    assert told[1].idle_at_most_s == pytest.approx(0.001)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["data", "launch", "wait"]), st.floats(0, 2), st.floats(0, 2)),
+        min_size=1,
+        max_size=30,
+    )
+)
+def test_the_bound_holds_whatever_host_and_device_do(work: list[tuple[str, float, float]]) -> None:
+    DEVICE.__init__()  # type: ignore[misc]
+    marks = [(0.0, 0.0)]
+    for kind, host_s, device_s in work:
+        if kind == "launch":
+            DEVICE.launch(device_s, host_s)
+        elif kind == "data":
+            DEVICE.host += host_s
+        else:
+            DEVICE.host = max(DEVICE.host, DEVICE.queued)  # as ``.item()`` does
+        marks.append((DEVICE.host, max(DEVICE.queued, DEVICE.host)))
+    gaps = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(marks)]
+    idle = DEVICE.idle + max(0.0, DEVICE.host - DEVICE.queued)
+    assert idle_at_most([h for h, _ in gaps], [d for _, d in gaps]) >= idle - 1e-9
 
 
 def test_the_end_of_training_may_wait(device: Device) -> None:

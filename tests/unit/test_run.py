@@ -302,3 +302,9 @@ def test_time_and_money_are_of_all_segments() -> None:
     seen = view([header(), *steps(4), again[0], *steps(2, first=2), again[1], *steps(3, first=3)])
     assert seen.elapsed_s == 9.0
     assert seen.clock_s == 3.0
+
+
+def test_idle_time_of_the_device_is_of_steps_that_tell_it() -> None:
+    timed = steps(4, wall_s=2.0, clock="cuda", idle_at_most_s=0.5)
+    assert view([header(), *timed]).idle_at_most == pytest.approx(0.25)
+    assert view([header(), *steps(4)]).idle_at_most is None  # a CPU: not 0, unmeasured

@@ -164,7 +164,9 @@ def outside_title(frame: Frame) -> Text:
 def clock_title(frame: Frame) -> Text:
     """Head the ledger with the clock that measured it."""
     clock = {"cuda": "the GPU's", "host": "the host's"}.get(frame.view.phase_clock, clean(frame.view.phase_clock, 20))
-    return words(("phases of a step", ""), f" · by {clock} clock")
+    idle = frame.view.idle_at_most
+    bound = "" if idle is None else f" · it idled at most {units.share(idle)}"
+    return words(("phases of a step", ""), f" · by {clock} clock{bound}")
 
 
 def step_curve(frame: Frame, width: int, height: int) -> list[Text]:
