@@ -7,9 +7,9 @@ import io
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ft_insight import __version__
 
@@ -94,16 +94,38 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("after", metavar="AFTER", help=WHICH_RUN.split(" (")[0])
     compare.set_defaults(run=_compare)
 
+    prices = verbs.add_parser("prices", help="what a GPU-hour costs, by provider, with date and source")
+    prices.add_argument("gpus", nargs="*", metavar="GPU", help="all offers of these (default: one line for each GPU)")
+    prices.add_argument("--refresh", action="store_true", help="ask providers through gpuhunt; kept for `project`")
+    prices.add_argument("--prices", metavar="FILE", help="your own, CSV with the columns gpu and usd_per_gpu_hour")
+    prices.add_argument("--json", action="store_true", help="as JSON")
+    prices.set_defaults(run=_prices)
+
     ncu = verbs.add_parser("import-ncu", help="fill SM and memory use per role from Nsight Compute's CSV export")
     ncu.add_argument("csv", metavar="REPORT.csv", help="as written by ncu --csv --page details (or raw)")
     ncu.add_argument("run_name", nargs="?", metavar="RUN", help=WHICH_RUN)
     ncu.set_defaults(run=_import_ncu)
+
+    sweep = verbs.add_parser("sweep", help="the largest batch of a training script, and the step time up to it")
+    sweep.add_argument("--batch-sizes", default="auto", metavar="N,N", help="sizes to measure (default: %(default)s)")
+    sweep.add_argument("--max-batch", type=int, metavar="N", help="the largest size to try")
+    sweep.add_argument("--steps", type=int, default=8, metavar="N", help="micro-batches at each size (default: 8)")
+    _takes_script(sweep, _sweep)
+
+    probe = verbs.add_parser("probe", help="20 steps of a training script on this machine, to scale projections by")
+    _takes_script(probe, _probe)
 
     demo = verbs.add_parser("demo", help="a real run on a CPU: tiny Mixtral, generated rows, under two minutes")
     demo.add_argument("--no-tui", action="store_true", help="print the report only")
     demo.add_argument("--steps", type=int, default=60, metavar="N", help="optimizer steps (default: %(default)s)")
     demo.set_defaults(run=_demo)
     return parser
+
+
+def _takes_script(verb: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
+    verb.add_argument("script", metavar="SCRIPT.py", help="a script that trains; it runs up to its first train()")
+    verb.add_argument("arguments", nargs=argparse.REMAINDER, metavar="-- ARGS", help="what the script is called with")
+    verb.set_defaults(run=run)
 
 
 def _watch(arguments: argparse.Namespace) -> int:
@@ -162,11 +184,52 @@ def _compare(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _prices(arguments: argparse.Namespace) -> int:
+    from ft_insight.report.prices import prices_text
+
+    print(prices_text(arguments.gpus, file=arguments.prices, refresh=arguments.refresh, as_json=arguments.json))
+    return 0
+
+
 def _import_ncu(arguments: argparse.Namespace) -> int:
     from ft_insight.ncu import import_into
     from ft_insight.runlog import find_run
 
     print(import_into(find_run(arguments.run_name), Path(arguments.csv)))
+    return 0
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    from ft_insight.sweeping.question import check_question, sizes_of
+
+    sizes = check_question(sizes_of(arguments.batch_sizes), arguments.steps, arguments.max_batch)
+
+    def study(trainer: Any, train: Callable[[], Any]) -> Any:
+        from ft_insight.sweeping.run import sweep_trainer
+
+        return sweep_trainer(trainer, train, sizes, arguments.steps, max_batch=arguments.max_batch)
+
+    return _measure_script(arguments, study)
+
+
+def _probe(arguments: argparse.Namespace) -> int:
+    def study(trainer: Any, train: Callable[[], Any]) -> Any:
+        from ft_insight.sweeping.probe import probe_trainer
+
+        return probe_trainer(trainer, train)
+
+    return _measure_script(arguments, study)
+
+
+def _measure_script(arguments: argparse.Namespace, study: Callable[[Any, Callable[[], Any]], Any]) -> int:
+    from ft_insight.sweeping.script import ScriptFailed, in_script
+
+    given = arguments.arguments[1:] if arguments.arguments[:1] == ["--"] else arguments.arguments
+    try:
+        result = in_script(arguments.script, given, study)
+    except ScriptFailed as failed:
+        return failed.code
+    print(result.text())
     return 0
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
@@ -87,9 +88,14 @@ def quote(gpu_name: str) -> PriceQuote | None:
     own regions contradict (marked UNCERTAIN). An undated price stays in: `as_of` says so. `gpu_name` goes
     through `find_gpu`, so a name it refuses raises `UnknownGpuError`.
     """
+    return quote_of(gpu_name, load_prices())
+
+
+def quote_of(gpu_name: str, offers: Iterable[Price]) -> PriceQuote | None:
+    """Give the price to assume from these offers, as `quote` does from the bundled ones."""
     gpu = find_gpu(gpu_name).name
     votes: dict[str, Price] = {}
-    for price in load_prices():
+    for price in offers:
         if price.gpu == gpu and not price.doubtful:
             best = votes.get(price.provider)
             if best is None or price.usd_per_gpu_hour < best.usd_per_gpu_hour:
