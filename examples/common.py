@@ -25,6 +25,9 @@ from typing import Any, NoReturn
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+# ft_insight of this clone, should it not be installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
 import torch
 from transformers import TrainerCallback
 from transformers.utils import logging
@@ -64,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--eval-rows", type=int, metavar="N", help=f"held-out rows to answer after each epoch ({REAL['eval_rows']})")
     add("--price", type=float, metavar="USD", help="what this machine costs per hour")
     add("--log", type=Path, metavar="PATH", help="default: a new folder under ft_insight_runs/")
+    add("--profile", type=int, metavar="STEP", help="time all layers of each step, and record this step's kernels")
     add("--output", type=Path, metavar="FOLDER", help="save the model or its adapters here at the end")
 
 
@@ -86,7 +90,7 @@ def resolve(
     for name in ("top_k", "epochs", "batch", "accumulation", "max_length", "lr"):
         if not getattr(arguments, name) > 0:
             parser.error(f"--{name.replace('_', '-')} must be more than 0, not {getattr(arguments, name)}")
-    for name in ("steps", "eval_rows", "limit", "price"):
+    for name in ("steps", "eval_rows", "limit", "price", "profile"):
         if (getattr(arguments, name) or 0) < 0:
             parser.error(f"--{name.replace('_', '-')} must not be negative")
     if arguments.limit is None and arguments.tiny:
@@ -439,6 +443,8 @@ def make_and_train(
     training, held_out = data
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    profile = {"layers_every": 1, "kernels": arguments.profile} if arguments.profile else {}
+    insight = FtInsightCallback(path=arguments.log, price=arguments.price, **profile)
     accuracy = AccuracyCallback(
         held_out, tokenizer, arguments.batch, new_tokens=48 if arguments.tiny else 256, cache=cache
     )
@@ -451,7 +457,7 @@ def make_and_train(
         eval_dataset=Dataset.from_list(held_out) if held_out else None,
         processing_class=tokenizer,
         peft_config=peft_config,
-        callbacks=[FtInsightCallback(path=arguments.log, price=arguments.price), accuracy],
+        callbacks=[insight, accuracy],
     )
     accuracy.bind(trainer)
     if not torch.cuda.is_available():

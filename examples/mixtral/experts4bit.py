@@ -1,15 +1,15 @@
 """Mixtral with all its matrices in 4 bits, the experts included, ready for LoRA.
 
 transformers 5 keeps the experts of a layer as two 3-D parameters, which ``load_in_4bit`` silently leaves in bf16: it
-replaces ``nn.Linear`` only. Here each expert becomes two ``bitsandbytes`` layers, which PEFT can put adapters on.
-``quantise`` does this to a model in memory; ``load_quantised`` reads a checkpoint tensor by tensor, so that no more
-than one matrix is ever held in bf16.
+replaces ``nn.Linear`` only. Here each expert becomes three ``bitsandbytes`` layers, w1, w2 and w3, and PEFT gives each
+of them an adapter of its own. ``quantise`` does this to a model in memory; ``load_quantised`` reads a checkpoint tensor
+by tensor, so that no more than one matrix is ever held in bf16.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralRotaryEmbedding
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MATRICES = ("w1", "w2", "w3")
+"""Of an expert, by Mixtral's and the paper's names: gate, down, up."""
 
 Quantiser = Callable[[torch.Tensor], Linear4bit]
 """Turns a weight (out, in) into a 4-bit layer."""
@@ -66,15 +68,15 @@ def quantiser(
 class Experts4bit(nn.Module):
     """The experts of one layer as 4-bit matrices: takes and returns what ``MixtralExperts`` does.
 
-    ``gate_up`` holds w1 and w3 of each expert in one matrix, as transformers 5 does; ``down`` is w2.
+    ``experts`` are the w1 (gate), w2 (down) and w3 (up) of one expert after the other: ``w2(act(w1(x)) * w3(x))``.
     """
 
-    def __init__(self, gate_up: Iterable[Linear4bit], down: Iterable[Linear4bit], act_fn: nn.Module) -> None:
+    def __init__(self, experts: Iterable[Mapping[str, Linear4bit]], act_fn: nn.Module) -> None:
         super().__init__()
-        self.gate_up = nn.ModuleList(gate_up)
-        self.down = nn.ModuleList(down)
+        kept = list(experts)
+        self.w1, self.w2, self.w3 = (nn.ModuleList(expert[name] for expert in kept) for name in MATRICES)
         self.act_fn = act_fn
-        self.num_experts = len(self.gate_up)
+        self.num_experts = len(kept)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -91,8 +93,9 @@ class Experts4bit(nn.Module):
             places = order[begin : begin + count]
             begin += count
             tokens = places // top_k_index.shape[-1]
-            gate, up = self.gate_up[expert](hidden_states[tokens]).chunk(2, dim=-1)
-            out = self.down[expert](self.act_fn(gate) * up) * weights[places]
+            inputs = hidden_states[tokens]
+            inner = self.act_fn(self.w1[expert](inputs)) * self.w3[expert](inputs)
+            out = self.w2[expert](inner) * weights[places]
             result.index_add_(0, tokens, out.to(result.dtype))
         return result
 
@@ -112,12 +115,18 @@ def quantise_experts(
     found = [(parent, name) for parent in model.modules() for name, child in parent.named_children() if _fused(child)]
     for parent, name in found:
         fused: Any = getattr(parent, name)
-        gate_up = [quantise_one(w) for w in fused.gate_up_proj]
-        del fused.gate_up_proj
-        down = [quantise_one(w) for w in fused.down_proj]
-        del fused.down_proj
-        setattr(parent, name, Experts4bit(gate_up, down, fused.act_fn))
+        experts = [
+            {"w1": quantise_one(gate), "w2": quantise_one(down), "w3": quantise_one(up)}
+            for (gate, up), down in zip(map(_halves, fused.gate_up_proj), fused.down_proj, strict=True)
+        ]
+        setattr(parent, name, Experts4bit(experts, fused.act_fn))
     return len(found)
+
+
+def _halves(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split what transformers 5 keeps as one matrix: w1 (gate) over w3 (up)."""
+    gate, up = gate_up.chunk(2)
+    return gate, up
 
 
 def _fused(module: nn.Module) -> bool:
@@ -142,7 +151,7 @@ def _mark(model: Any) -> Any:
 
 
 def lora_config(rank: int = 16, alpha: int = 32, experts: int = 8) -> LoraConfig:
-    """Put LoRA on w1, w3 (in ``gate_up``), w2 (``down``) of all experts and on the router, as the paper does.
+    """Put LoRA on w1, w2 and w3 of all experts and on the router, each with an A and a B of its own, as the paper does.
 
     The router is a bare parameter, hence ``target_parameters``; PEFT wants no dropout for these.
     """
@@ -152,7 +161,7 @@ def lora_config(rank: int = 16, alpha: int = 32, experts: int = 8) -> LoraConfig
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
-        target_modules=[f"{kind}.{e}" for kind in ("gate_up", "down") for e in range(experts)],
+        target_modules=[f"{name}.{e}" for name in MATRICES for e in range(experts)],
         target_parameters=["mlp.gate.weight"],
     )
 
@@ -216,12 +225,11 @@ def load_quantised(
                 setattr(model.get_submodule(parent_name), own, nn.Parameter(value, requires_grad=False))
         for index, layer in enumerate(model.model.layers):
             place = f"model.layers.{index}.mlp.experts"
-            experts = range(config.num_local_experts)
-            layer.mlp.experts = Experts4bit(
-                (quantise_one(weights.gate_up(place, e).to(compute_dtype)) for e in experts),
-                (quantise_one(weights.down(place, e).to(compute_dtype)) for e in experts),
-                layer.mlp.experts.act_fn,
+            experts = (
+                {name: quantise_one(weights.expert(place, e, name).to(compute_dtype)) for name in MATRICES}
+                for e in range(config.num_local_experts)
             )
+            layer.mlp.experts = Experts4bit(experts, layer.mlp.experts.act_fn)
     if config.tie_word_embeddings:
         model.tie_weights()
     model.config.name_or_path = str(folder)
@@ -254,17 +262,13 @@ class _Checkpoint:
             raise ValueError(f"{self._folder} lacks {name}")
         return self._files[name]
 
-    def gate_up(self, place: str, expert: int) -> torch.Tensor:
-        """Return w1 over w3 of an expert, whichever way they are stored."""
-        if f"{place}.gate_up_proj" in self:
-            return self._slice(f"{place}.gate_up_proj", expert)
-        return torch.cat([self[f"{place}.{expert}.w1.weight"], self[f"{place}.{expert}.w3.weight"]])
-
-    def down(self, place: str, expert: int) -> torch.Tensor:
-        """Return w2 of an expert."""
-        if f"{place}.down_proj" in self:
+    def expert(self, place: str, expert: int, name: str) -> torch.Tensor:
+        """Return w1, w2 or w3 of an expert, whichever way they are stored."""
+        if f"{place}.gate_up_proj" not in self:
+            return self[f"{place}.{expert}.{name}.weight"]
+        if name == "w2":
             return self._slice(f"{place}.down_proj", expert)
-        return self[f"{place}.{expert}.w2.weight"]
+        return _halves(self._slice(f"{place}.gate_up_proj", expert))[name == "w3"]
 
     def _slice(self, name: str, expert: int) -> torch.Tensor:
         file, stored = self._find(name)

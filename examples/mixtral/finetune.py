@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # common.py
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # ft_insight of this clone, should it not be installed
 
 from common import add_arguments, fail, load_data, make_and_train, resolve, tiny_tokenizer  # isort: skip
 import torch

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("bitsandbytes")
 
 from datasets import Dataset
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
 from transformers import MixtralForCausalLM
 from trl import SFTConfig, SFTTrainer
 
@@ -55,7 +55,7 @@ def test_memory_falls_as_computed_by_hand(double: bool) -> None:
     fused = sum(x4.storage_bytes(layer.mlp.experts) for layer in model.model.layers)
     assert fused == LAYERS * EXPERTS * 3 * HIDDEN * INNER * 2
     assert x4.quantise_experts(model, double_quant=double) == LAYERS
-    each = bytes_by_hand(2 * INNER * HIDDEN, double=double) + bytes_by_hand(INNER * HIDDEN, double=double)
+    each = 3 * bytes_by_hand(INNER * HIDDEN, double=double)
     experts = sum(x4.storage_bytes(layer.mlp.experts) for layer in model.model.layers)
     assert experts == pytest.approx(LAYERS * EXPERTS * each, rel=0.001)
     assert x4.storage_bytes(model) == pytest.approx(before - fused + experts, rel=0.001)
@@ -85,8 +85,11 @@ def test_experts_are_exactly_those_of_their_dequantised_weights(top_k: int) -> N
     experts = model.model.layers[0].mlp.experts
     with torch.no_grad():
         for e in range(EXPERTS):
-            for kind, whole in ((experts.gate_up, fused.gate_up_proj), (experts.down, fused.down_proj)):
-                whole[e] = dequantize_4bit(kind[e].weight.data, kind[e].weight.quant_state)
+            w1, w2, w3 = (
+                dequantize_4bit(kind[e].weight.data, kind[e].weight.quant_state)
+                for kind in (experts.w1, experts.w2, experts.w3)
+            )
+            fused.gate_up_proj[e], fused.down_proj[e] = torch.cat([w1, w3]), w2
     inputs = torch.randn(50, HIDDEN)
     _, weights, index = model.model.layers[0].mlp.gate(inputs)
     torch.testing.assert_close(experts(inputs, index, weights), fused(inputs, index, weights), atol=1e-5, rtol=1e-4)
@@ -129,14 +132,52 @@ def test_adapters_are_on_all_experts_and_the_router_and_nowhere_else() -> None:
     expected = {
         f"{start}.{layer}.mlp.{place}.lora_{half}.default.weight"
         for layer in range(LAYERS)
-        for place in [f"experts.{kind}.{e}" for kind in ("gate_up", "down") for e in range(EXPERTS)] + ["gate"]
+        for place in [f"experts.{kind}.{e}" for kind in ("w1", "w2", "w3") for e in range(EXPERTS)] + ["gate"]
         for half in "AB"
     }
     assert names == expected
     config = model.peft_config["default"]
     assert (config.r, config.lora_alpha) == (16, 32)
-    expert = 16 * (HIDDEN + 2 * INNER) + 16 * (INNER + HIDDEN)
-    assert sum(p.numel() for p in adapters(model).values()) == LAYERS * (EXPERTS * expert + 16 * (HIDDEN + EXPERTS))
+    # A is 16 x in, B is out x 16: 16 * (64 + 128) for each of w1, w2, w3, and 16 * (64 + 8) for the router
+    assert sum(p.numel() for p in adapters(model).values()) == 2 * (8 * 3 * 3_072 + 1_152) == 149_760
+
+
+def test_w1_and_w3_have_an_a_and_a_b_of_their_own() -> None:
+    model = get_peft_model(quantised(), x4.lora_config())
+    parameters = adapters(model)
+    assert len({p.data_ptr() for p in parameters.values()}) == len(parameters)
+    experts = model.base_model.model.model.layers[0].mlp.experts
+    inputs = torch.randn(5, HIDDEN)
+
+    def outputs() -> list[torch.Tensor]:
+        return [kind[3](inputs) for kind in (experts.w1, experts.w3)]
+
+    before = outputs()
+    with torch.no_grad():
+        for half in ("lora_A", "lora_B"):
+            getattr(experts.w1[3], half)["default"].weight.normal_()
+    gate, up = outputs()
+    assert (gate - before[0]).abs().max() > 1
+    assert torch.equal(up, before[1])
+    # by the definition of LoRA, with alpha / rank = 2
+    layer = experts.w1[3]
+    expected = before[0] + 2 * inputs @ layer.lora_A["default"].weight.T @ layer.lora_B["default"].weight.T
+    torch.testing.assert_close(gate, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_adapters_saved_and_loaded_again_give_the_same_logits(tmp_path: Path) -> None:
+    model = get_peft_model(quantised(), x4.lora_config()).eval()
+    ids = torch.arange(5, 45).reshape(2, 20)
+    with torch.no_grad():
+        untrained = model(input_ids=ids).logits
+        for parameter in adapters(model).values():
+            parameter.normal_(std=0.1)
+        trained = model(input_ids=ids).logits
+        model.save_pretrained(tmp_path)
+        again = PeftModel.from_pretrained(quantised(), tmp_path).eval()
+        reloaded = again(input_ids=ids).logits
+    assert (trained - untrained).abs().max() > 0.1
+    assert torch.equal(reloaded, trained)
 
 
 def test_ft_insight_finds_routers_and_experts() -> None:
@@ -205,17 +246,17 @@ def run_example(*words: str, log: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "top_k"), [("gsm8k_train.jsonl", 2), ("commonsense.jsonl", 8)])
-def test_tiny_example_runs_end_to_end(name: str, top_k: int, tmp_path: Path) -> None:
-    if not (DATA / name).exists():
-        pytest.skip(f"{DATA / name} is not here")
-    options = ["--dataset", str(DATA / name), "--limit", "16", "--steps", "5", "--eval-rows", "2", "--max-length", "96"]
-    done = run_example("--tiny", "--top-k", str(top_k), *options, log=tmp_path / "run.jsonl")
+def test_tiny_example_runs_end_to_end(tmp_path: Path) -> None:
+    dataset = DATA / "gsm8k_train.jsonl"
+    if not dataset.exists():
+        pytest.skip(f"{dataset} is not here")
+    options = ["--dataset", str(dataset), "--limit", "16", "--steps", "5", "--eval-rows", "2", "--max-length", "96"]
+    done = run_example("--tiny", *options, log=tmp_path / "run.jsonl")
     assert done.returncode == 0, done.stderr[-2000:]
     assert "in 4 bits" in done.stdout
     log = Log(tmp_path / "run.jsonl")
     assert log.header.train.method == "qlora"
-    assert log.header.model.experts_per_token == top_k
+    assert log.header.model.experts_per_token == 2
     assert len(log.steps) == 5
     assert log.end.status == "completed"
     assert not [n for n in log.of(r.Notice) if n.off]
@@ -257,7 +298,7 @@ def test_weights_from_a_folder_are_trained_and_the_adapters_saved(
     assert call_main(monkeypatch, *options, *paths) == 0
     assert "loss" in capsys.readouterr().out
     saved = load_file(tmp_path / "out" / "adapter_model.safetensors")
-    assert len(saved) == LAYERS * 2 * (2 * EXPERTS + 1)
+    assert len(saved) == LAYERS * 2 * (3 * EXPERTS + 1)
     assert Log(tmp_path / "log.jsonl").header.model.name == "model"
 
 
