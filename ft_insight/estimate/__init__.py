@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from ft_insight.catalog import find_gpu
+from ft_insight.estimate.parts import phase_fits
 from ft_insight.estimate.project import DEFAULT_GPUS, Ask, Measured, measure, project
 from ft_insight.estimate.step_time import NotIdentifiable
 from ft_insight.estimate.workload import WorkloadError, workload_of
 from ft_insight.records import Fit, Projection
 from ft_insight.run_view import RunView
 
-__all__ = ["DEFAULT_GPUS", "Ask", "estimate_records", "fit_record", "measure", "project"]
+__all__ = ["DEFAULT_GPUS", "Ask", "Measured", "estimate_records", "fit_record", "measure", "project"]
 
 
 def fit_record(measured: Measured, t_s: float) -> Fit:
     """Put the fitted step-time model into a record; where there is none, why."""
     model = measured.step_time
+    phases = phase_fits(measured.view)
     if isinstance(model, NotIdentifiable):
-        return Fit(t_s=t_s, identifiable=False, reason=model.reason, rest_s=measured.rest_s)
+        return Fit(t_s=t_s, identifiable=False, reason=model.reason, rest_s=measured.rest_s, phases=phases)
     return Fit(
         t_s=t_s,
         identifiable=True,
@@ -29,6 +31,7 @@ def fit_record(measured: Measured, t_s: float) -> Fit:
         slots_range=(int(model.slots_range[0]), int(model.slots_range[1])),
         points=model.points,
         error=model.error,
+        phases=phases,
     )
 
 

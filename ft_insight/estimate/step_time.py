@@ -2,7 +2,9 @@
 
 The form is ``T(x) = (h^n + (c x)^n)^(1/n)``: ``h`` seconds are spent whatever the micro-batch holds (launches,
 dequantising, reading weights), ``c`` seconds by each slot, and ``n`` says how far the two overlap: 1 not at all
-(an affine law), 2 as measured on most published sweeps. For a given ``n`` it is linear in ``h^n`` and ``c^n``.
+(an affine law), 2 as measured on most published sweeps. For a given ``n`` it is linear in ``h^n`` and ``c^n``, so
+that the fit of one run is numpy alone: importing ``scipy.optimize`` takes half a second, which is half of what a
+projection may take. Fits over several runs, with more candidates, are in ``joint``.
 """
 
 from __future__ import annotations
@@ -17,12 +19,16 @@ Array = NDArray[np.float64]
 
 EXPONENTS = (1.0, 1.5, 2.0)
 LEVEL = 0.8
-"""Probability that an interval is meant to hold."""
+"""Probability that the interval of a predicted time is meant to hold."""
+PARAMETER_LEVEL = 0.95
+"""Probability that the interval of a fitted parameter is meant to hold."""
 BOOTSTRAPS = 200
 FOLDS = 5
 LEAST_POINTS = 8
 LEAST_SPREAD = 1.25
 """The 95% quantile of the slots over the 5% quantile, below which fixed and per-slot time cannot be told apart."""
+MOST_POINTS = 1024
+"""Fitted at most, of more a random part: beyond it intervals are a matter of the form, and answers of the wait."""
 ROBUST_ROUNDS = 12
 REJECTED_FROM = 4.685
 """Residuals of so many standard deviations count for nothing (Tukey's bisquare, 95% efficient on Gaussian noise)."""
@@ -74,9 +80,9 @@ class StepTime:
         return middle, min(float(low), middle), max(float(high), middle)
 
     def interval(self, name: str) -> tuple[float, float]:
-        """Return the 80% interval of ``fixed_s`` or ``per_slot_s``, over the ensemble."""
+        """Return the 95% interval of ``fixed_s`` or ``per_slot_s``, over the ensemble."""
         values = [getattr(c, name) for c in self.ensemble]
-        low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+        low, high = np.quantile(values, [(1 - PARAMETER_LEVEL) / 2, (1 + PARAMETER_LEVEL) / 2])
         return float(low), float(high)
 
 
@@ -85,6 +91,8 @@ class NotIdentifiable:
     """Why a run does not tell how step time depends on the size of a micro-batch."""
 
     reason: str
+    known: tuple[float, float] | None = None
+    """The one point that it does know, where all its micro-batches are alike: (slots, median seconds)."""
 
 
 def fit_step_time(slots: Sequence[float], seconds: Sequence[float], *, seed: int = 0) -> StepTime | NotIdentifiable:
@@ -93,19 +101,15 @@ def fit_step_time(slots: Sequence[float], seconds: Sequence[float], *, seed: int
     Outliers (compilation, a checkpoint in the background, a busy neighbour) are weighted down; errors count
     relative to the time. Which exponent is used is decided by cross-validation.
     """
-    x, y = np.asarray(slots, dtype=float), np.asarray(seconds, dtype=float)
-    usable = _usable(x, y)
-    x, y = x[usable], y[usable]
-    if len(x) < LEAST_POINTS:
-        return NotIdentifiable(f"only {len(x)} micro-batches after the first step; {LEAST_POINTS} are needed")
-    if len(np.unique(x)) == 1:
-        return NotIdentifiable(
-            f"one batch shape seen ({int(x[0]):,} slots): fixed and per-slot time cannot be told apart"
-        )
-    low, high = np.quantile(x, [0.05, 0.95])
-    if high / low < LEAST_SPREAD:
-        return NotIdentifiable(f"all micro-batches are alike ({low:,.0f} to {high:,.0f} slots): not identifiable")
+    points = _points(slots, seconds)
+    if isinstance(points, NotIdentifiable):
+        return points
+    x, y = points
     rng = np.random.default_rng(seed)
+    slots_range = float(x.min()), float(x.max())
+    if len(x) > MOST_POINTS:
+        some = rng.choice(len(x), MOST_POINTS, replace=False)
+        x, y = x[some], y[some]
     fits = {n: _Fit(x, y, n) for n in EXPONENTS}
     left_out = {n: _left_out(x, y, n, rng) for n in EXPONENTS}
     limit = 3 * min(_spread(residuals) for residuals in left_out.values())
@@ -114,10 +118,40 @@ def fit_step_time(slots: Sequence[float], seconds: Sequence[float], *, seed: int
         curve=fits[best].curve,
         ensemble=_ensemble(list(fits.values()), fits[best].weight, rng),
         forms=tuple(fit.curve for fit in fits.values()),
-        slots_range=(float(x.min()), float(x.max())),
+        slots_range=slots_range,
         points=len(x),
         error=float(np.median(np.abs(np.expm1(-left_out[best])))),
     )
+
+
+def fit_affine(slots: Sequence[float], seconds: Sequence[float]) -> Curve | NotIdentifiable:
+    """Split the time of a part of the step into fixed and per-slot time, as robustly, by a line."""
+    points = _points(slots, seconds)
+    return points if isinstance(points, NotIdentifiable) else _Fit(*points, 1.0).curve
+
+
+def _points(slots: Sequence[float], seconds: Sequence[float]) -> tuple[Array, Array] | NotIdentifiable:
+    """Return what is measured of a run, or why no line goes through it."""
+    x, y = np.asarray(slots, dtype=float), np.asarray(seconds, dtype=float)
+    usable = _usable(x, y)
+    x, y = x[usable], y[usable]
+    if len(x) < LEAST_POINTS:
+        return NotIdentifiable(f"only {len(x)} micro-batches after the first step; {LEAST_POINTS} are needed")
+    return _alike(x, y) or (x, y)
+
+
+def _alike(x: Array, y: Array) -> NotIdentifiable | None:
+    """Say that micro-batches of one size do not tell the parts of their time, and what they do tell."""
+    slots, seconds = float(np.median(x)), float(np.median(y))
+    known = f"{seconds:.3g} s, {slots / seconds:,.0f} slots/s"
+    if len(np.unique(x)) == 1:
+        what = f"one batch shape seen ({slots:,.0f} slots, {known})"
+    else:
+        low, high = np.quantile(x, [0.05, 0.95])
+        if high / low >= LEAST_SPREAD:
+            return None
+        what = f"all micro-batches are alike ({low:,.0f} to {high:,.0f} slots, {known})"
+    return NotIdentifiable(f"{what}: not identifiable, fixed and per-slot time cannot be told apart", (slots, seconds))
 
 
 def _usable(x: Array, y: Array) -> NDArray[np.bool_]:

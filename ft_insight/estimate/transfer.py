@@ -1,42 +1,28 @@
-"""From the device of a run to another GPU: how much longer or shorter the same step takes, and how sure that is.
+"""From the device of a run to another GPU: what carries over, how much longer or shorter it takes, and how sure it is.
 
-Two rules, each calibrated on published fine-tuning throughputs (the paper's artifact stsxxx/finetune, ljm565's
-gpu_test, transformers issues 14608 and 15026):
-
-* from a GPU: step time goes with ``(matmul rate x bandwidth)^-0.3``. On 168 pairs of the same work on two GPUs the
-  truth lay within a factor of 0.73 to 1.37 of it for 80%. A smaller exponent than a roofline would give, since the
-  host's share of a step does not scale with the card.
-* from a CPU, whose speed says nothing of a GPU: the work in FLOPs over the share of the peak rate that fine-tunes
-  reach (139 runs), and not less than what launching a decoder layer's kernels takes the host.
+* From a GPU the buckets of a micro-batch are scaled one by one (``buckets``): matrix products with the rate that the
+  cards sustain, all else on the device with their bandwidth, and the host's part not at all.
+* From a CPU, whose speed says nothing of a GPU: the work in FLOPs over the share of the peak rate that fine-tunes
+  reach (139 published runs), and not less than what launching a decoder layer's kernels takes the host.
+* From a few steps on the target itself, a probe: the whole run is rescaled by what the probe took.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from ft_insight.catalog import Gpu
+from ft_insight.estimate.work import LAUNCH_S_PER_LAYER, flops_per_slot
 from ft_insight.records import Header
-
-EXPONENT = 0.3
-GPU_INTERVAL = (0.73, 1.37)
 
 PEAK_SHARE = {"full": (0.023, 0.044, 0.20), "lora": (0.079, 0.126, 0.22), "qlora": (0.025, 0.051, 0.11)}
 """Share of the peak matmul rate that fine-tunes reach, by method: 10%, 50% and 90% of the published runs."""
-LAYER_FLOOR_S = (0.0042, 0.0047, 0.014)
-"""Seconds of a whole step per decoder layer when the host limits it: T5-base (24 layers) takes 0.100 to 0.129 s
-whatever its batch. The upper end is for mixtures of experts and recomputation, which launch about three times as
-much."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """A factor on time with its 80% interval, and what it rests on."""
-
-    factor: float
-    low: float
-    high: float
-    basis: str
+LAYER_FLOOR_S = (0.0042, LAUNCH_S_PER_LAYER, 0.014)
+"""Seconds of a whole step per decoder layer when the host limits it. The upper end is for mixtures of experts and
+recomputation, which launch about three times as much."""
+_LOW_BITS = re.compile(r"fp8|float8|e4m3|e5m2|fp4|float4", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +32,32 @@ class TransferError:
     reason: str
 
 
-def between_gpus(source: Gpu, target: Gpu) -> Scale | TransferError:
-    """Return the factor from the time on ``source`` to the time on ``target``."""
+def refusal(source: Gpu, target: Gpu, precision: str | None) -> TransferError | None:
+    """Return why times on ``source`` say nothing of ``target``; None where they do.
+
+    ``precision`` is what the run computes in, in words. Peak rates of two vendors, or of two number formats, are
+    reached to shares too different for one to be told from the other.
+    """
     if source.name == target.name:
-        return Scale(1.0, 1.0, 1.0, "measured")
-    if source.vendor != target.vendor:
-        return TransferError(f"measured on {source.vendor}: peak rates do not carry over to {target.vendor}")
-    gain = target.matmul_tflops / source.matmul_tflops * target.bandwidth_gbs / source.bandwidth_gbs
-    factor = gain**-EXPONENT
-    return Scale(factor, factor * GPU_INTERVAL[0], factor * GPU_INTERVAL[1], f"scaled from {source.name}")
-
-
-def flops_per_slot(header: Header) -> float | None:
-    """FLOPs of a training step per slot: 2 forward, 2 or (full) 4 backward, 2 recomputed, per active parameter."""
-    active = header.model.active_parameters or header.model.parameters
-    if not active:
         return None
-    passes = 6 if header.train.method == "full" else 4
-    if header.train.gradient_checkpointing not in (None, "none"):
-        passes += 2
-    return float(passes * active)
+    if source.vendor != target.vendor:
+        return TransferError(
+            f"measured on {source.vendor}: peak rates do not carry over to {target.vendor}; probe it with --probe"
+        )
+    said = precision or ""
+    if _LOW_BITS.search(said):
+        return TransferError(
+            "computed in fp8 or fp4, whose rates do not carry over between cards; probe it with --probe"
+        )
+    if "bf16" in said.lower() and (source.bf16_tflops is None) != (target.bf16_tflops is None):
+        without = target if target.bf16_tflops is None else source
+        return TransferError(f"the run is in bf16, which the {without.name} only emulates; probe it with --probe")
+    return None
+
+
+def precision_of(header: Header) -> str:
+    """Return all that a header says of number formats, in words."""
+    return " ".join(filter(None, (header.train.precision, header.model.dtype, header.model.quantization)))
 
 
 def from_work(

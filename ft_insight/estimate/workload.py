@@ -12,6 +12,18 @@ class WorkloadError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class Lengths:
+    """Rows of a data set other than the run's, and the histogram of their lengths in tokens."""
+
+    queries: int
+    values: tuple[int, ...]
+    """Ascending."""
+    counts: tuple[int, ...]
+    notes: tuple[str, ...] = ()
+    """What was cut off, packed or left out, in words."""
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
     """A job: ``queries`` rows of the training set, ``epochs`` times."""
 
@@ -57,23 +69,34 @@ class Workload:
 
 
 def workload_of(
-    view: RunView, *, queries: int | None = None, epochs: float | None = None, seq_len: int | None = None
+    view: RunView,
+    *,
+    queries: int | None = None,
+    epochs: float | None = None,
+    seq_len: int | None = None,
+    lengths: Lengths | None = None,
 ) -> Workload:
     """Return the job that the trainer was set to do, with what the user says instead.
 
     It is the training set times ``num_train_epochs``, also where ``max_steps`` ended this run early: a probe of 20
     steps is priced as the job that it probes. Where ``max_steps`` asks for more than that, it is what is priced.
+    ``lengths`` is another data set, which is priced instead of the run's.
     """
     header = view.header
     assert header is not None  # noqa: S101 - views of runs have one
     train, data = header.train, header.dataset
+    if lengths is not None:
+        queries = lengths.queries if queries is None else queries
     rows, times, basis = _job(view, queries, epochs)
     unit = data.query_unit + ("s" if rows != 1 else "")
     label = f"{rows:,} {unit} x {times:g} epoch{'s' if times != 1 else ''}"
     values, counts = data.length_values or (), data.length_counts or ()
     if len(values) != len(counts) or min(values, default=0) <= 0 or min(counts, default=0) < 0 or not sum(counts):
         values, counts = (), ()
-    if seq_len is not None:
+    if lengths is not None:
+        values, counts = lengths.values, lengths.counts
+        basis += lengths.notes
+    elif seq_len is not None:
         values, counts = (seq_len,), (1,)
         basis.append(f"every row {seq_len:,} tokens long")
     padded = not (train.padding_free or (train.packing and train.packing != "wrapped"))

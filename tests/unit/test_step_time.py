@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ft_insight.estimate.step_time import Curve, NotIdentifiable, StepTime, _solve, fit_step_time
+from ft_insight.estimate.step_time import Curve, NotIdentifiable, StepTime, _solve, fit_affine, fit_step_time
 
 H, C = 0.2, 1e-4
 SEEDS = 40
@@ -58,9 +60,10 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say(n: float, count: in
             held[name] += low <= truth <= high
         assert all(low <= middle <= high for middle, low, high in triples)
         errors.append(abs(model.predict(2000)[0] / law(2000, n) - 1))
-    print(f"coverage of 80% intervals, n={n}, {count} points: { {k: v / SEEDS for k, v in held.items()} }")
-    assert min(held.values()) >= 0.6 * SEEDS
-    assert max(held["fixed"], held["slot"]) <= 0.99 * SEEDS or count < 100
+    print(f"coverage, n={n}, {count} points: { {k: v / SEEDS for k, v in held.items()} }")
+    # predictions are meant to hold in 80%, parameters in 95%; 40 seeds leave a standard error of 6% and 3%
+    assert min(held["double"], held["half"]) >= 0.6 * SEEDS
+    assert min(held["fixed"], held["slot"]) >= 0.87 * SEEDS
     # 5% noise over 20 points is about 1% on their mean; the form is uncertain as well
     assert np.median(errors) < (0.03 if count == 20 else 0.008)
 
@@ -70,27 +73,38 @@ def test_intervals_are_not_wide_for_nothing() -> None:
     model = fit_step_time(x.tolist(), y.tolist())
     assert isinstance(model, StepTime)
     low, high = model.interval("per_slot_s")
-    assert (high - low) / C < 0.02
+    assert (high - low) / C < 0.04
 
 
 def test_the_error_is_that_of_the_noise() -> None:
     x, y = measured(1.0, 3, 3000)
     model = fit_step_time(x.tolist(), y.tolist())
     assert isinstance(model, StepTime)
-    # the median of |N(0, 5%)| is 0.6745 x 5%; 3% outliers move it little
+    # of 3,000 points 1,024 are fitted; the median of |N(0, 5%)| is 0.6745 x 5%, and 3% outliers move it little
+    assert model.points == 1024
+    assert model.slots_range == (x.min(), x.max())
     assert model.error == pytest.approx(0.0337, rel=0.1)
 
 
 def test_one_shape_is_not_identifiable() -> None:
-    found = fit_step_time([4096.0] * 50, [0.5 + i / 1000 for i in range(50)])
+    found = fit_step_time([4096.0] * 51, [0.5 + i / 1000 for i in range(51)])
     assert isinstance(found, NotIdentifiable)
-    assert found.reason == "one batch shape seen (4,096 slots): fixed and per-slot time cannot be told apart"
+    assert found.reason == (
+        "one batch shape seen (4,096 slots, 0.525 s, 7,802 slots/s): "
+        "not identifiable, fixed and per-slot time cannot be told apart"
+    )
+    assert found.known == (4096.0, pytest.approx(0.525))
+    assert fit_affine([4096.0] * 51, [0.5] * 51) == NotIdentifiable(
+        "one batch shape seen (4,096 slots, 0.5 s, 8,192 slots/s): "
+        "not identifiable, fixed and per-slot time cannot be told apart",
+        (4096.0, 0.5),
+    )
 
 
 def test_shapes_that_are_alike_are_not_identifiable() -> None:
     found = fit_step_time([1000.0 + i for i in range(50)], [0.5] * 50)
     assert isinstance(found, NotIdentifiable)
-    assert "alike (1,002 to 1,047 slots)" in found.reason
+    assert "alike (1,002 to 1,047 slots, 0.5 s, 2,049 slots/s): not identifiable" in found.reason
 
 
 @pytest.mark.parametrize("count", [0, 1, 7])
@@ -156,6 +170,19 @@ def test_least_squares_of_two_non_negative_unknowns(data: st.DataObject) -> None
     assert [float(v) for v in found] == pytest.approx(best.tolist(), abs=1e-6)
 
 
+def test_a_part_of_a_step_by_a_line() -> None:
+    x, y = measured(1.0, 0, noise=0.0, outliers=0.05)
+    found = fit_affine(x.tolist(), y.tolist())
+    assert isinstance(found, Curve)
+    assert (found.fixed_s, found.per_slot_s) == (pytest.approx(H, rel=1e-3), pytest.approx(C, rel=1e-3))
+
+
 def test_the_family() -> None:
     assert float(Curve(1.0, 3.0, 2.0).seconds(2)) == 7.0
     assert float(Curve(2.0, 3.0, 2.0).seconds(2)) == 5.0
+
+
+def test_a_projection_loads_no_scipy() -> None:
+    """Importing it takes half of the second in which a projection answers."""
+    code = "import sys, ft_insight.report.projection, ft_insight.estimate.joint; sys.exit('scipy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

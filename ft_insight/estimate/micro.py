@@ -1,0 +1,154 @@
+"""A micro-batch on the run's own device: its seconds at any batch, its slots, and what limits it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ft_insight.catalog import Gpu
+from ft_insight.estimate.buckets import Buckets, kernel_shares, memory_share_of, split
+from ft_insight.estimate.density import predict_density
+from ft_insight.estimate.measured import Measured
+from ft_insight.estimate.parallel import Setting
+from ft_insight.estimate.step_time import NotIdentifiable
+from ft_insight.estimate.transfer import TransferError
+from ft_insight.estimate.work import Work, header_work
+from ft_insight.estimate.workload import Workload
+
+Triple = tuple[float, float, float]
+NO_STEPS = "the run finished fewer than two steps"
+NO_QUERIES = "the batches do not tell how many queries they hold"
+NO_WORK = Work(None, 0.0, 0.0, 0.0, None)
+
+
+def measured_rate(measured: Measured, workload: Workload) -> Triple | TransferError:
+    """Queries per second as measured, with the sampling error of the mean over the steps seen."""
+    view = measured.view
+    rate = view.rates.queries_per_s
+    if view.totals.steps < 2:
+        return TransferError(NO_STEPS)
+    if rate is None or not 0 < rate < math.inf:
+        return TransferError(NO_QUERIES)
+    expected = _expected_step(measured, workload)
+    if expected is not None:
+        return expected
+    steps = [y for _, y in view.curves.get("step_s", ())]
+    factor = _sampling_factor(steps)
+    return rate, rate / factor, rate * factor
+
+
+def _expected_step(measured: Measured, workload: Workload) -> Triple | TransferError | None:
+    """Rate at the measured batch when the job's rows are longer or shorter than those that were seen.
+
+    None where the run's own rows, or as long ones, are what is to be trained: then the measured rate itself is the
+    better figure.
+    """
+    view = measured.view
+    if same_rows(measured, workload):
+        return None
+    batch = measured.batch
+    slots = workload.slots(batch) if batch else None
+    if slots is None or not batch:
+        return TransferError("the batch size of this run is not known, so rows of other lengths cannot be told")
+    seen = [m.slots for m in view.micro if m.slots]
+    if seen and max(seen) == min(seen) and 0.95 < slots / seen[0] < 1.05:
+        return None
+    if isinstance(measured.step_time, NotIdentifiable):
+        return TransferError(f"rows of other lengths: {measured.step_time.reason}")
+    micro_s = measured.step_time.predict(slots)
+    work = batch * measured.accumulation * measured.ranks
+    middle, low, high = (work / (measured.accumulation * s + (measured.rest_s or 0.0)) for s in micro_s)
+    return middle, high, low
+
+
+def same_rows(measured: Measured, workload: Workload) -> bool:
+    """Whether the job's rows are as long as those that the run has seen."""
+    header = measured.view.header
+    return header is None or workload.length_values == (header.dataset.length_values or ())
+
+
+def _sampling_factor(steps: Sequence[float]) -> float:
+    """80% interval of a mean, as a factor, from the spread of what it is the mean of."""
+    count = len(steps)
+    mean = sum(steps) / max(1, count)
+    if count < 3 or mean <= 0:
+        return 1.5
+    variance = sum((s - mean) ** 2 for s in steps) / (count - 1)
+    return math.exp(min(2.0, 1.2816 * math.sqrt(variance / count) / mean))
+
+
+def as_measured(measured: Measured, setting: Setting | None) -> bool:
+    """Whether the micro-batches are those of the run."""
+    return setting is None or (setting.batch == measured.batch and setting.accumulation == measured.accumulation)
+
+
+def micro_here(measured: Measured, workload: Workload, setting: Setting | None) -> Triple | TransferError:
+    """Return the seconds of a micro-batch of this setting on the run's own device."""
+    if measured.density is not None:
+        return _micro_at_density(measured, workload, setting, measured.density)
+    if setting is not None and setting.batch != measured.batch:
+        slots = workload.slots(setting.batch)
+        if slots is not None and not isinstance(measured.step_time, NotIdentifiable):
+            return _positive(measured.step_time.predict(slots))
+        if measured.batch and setting.batch < measured.batch:
+            return TransferError(
+                f"batch {measured.batch} does not fit, and what smaller ones take cannot be told"
+                if slots is not None
+                else "the lengths of the rows are not known; add --seq-len L"
+            )
+        return TransferError(f"what a batch of {setting.batch} takes cannot be told from this run")
+    rate = measured_rate(measured, workload)
+    if isinstance(rate, TransferError):
+        return rate
+    work = (measured.queries_per_step or 0.0) if same_rows(measured, workload) else 0.0
+    work = work or (measured.batch or 0) * measured.accumulation * measured.ranks
+    if not work:
+        return TransferError(NO_QUERIES)
+
+    def seconds(per_s: float) -> float:
+        whole = work / per_s
+        return max(whole - (measured.rest_s or 0.0), 1e-3 * whole) / measured.accumulation
+
+    return _positive((seconds(rate[0]), seconds(rate[2]), seconds(rate[1])))
+
+
+def _micro_at_density(
+    measured: Measured, workload: Workload, setting: Setting | None, density: float
+) -> Triple | TransferError:
+    """Return the seconds of a micro-batch where a token passes through another share of the experts."""
+    slots = slots_of(measured, workload, setting)
+    found = predict_density(measured.view, density, slots, measured.step_time)
+    return TransferError(found.reason) if isinstance(found, NotIdentifiable) else _positive(found.micro_s)
+
+
+def _positive(triple: Triple) -> Triple:
+    middle = max(triple[0], 1e-9)
+    return middle, min(max(triple[1], 1e-9), middle), max(triple[2], middle)
+
+
+def slots_of(measured: Measured, workload: Workload, setting: Setting | None) -> float | None:
+    """Return the slots of a micro-batch: as counted where it is the run's own, else as expected of its rows."""
+    view = measured.view
+    if as_measured(measured, setting) and same_rows(measured, workload) and view.totals.slots:
+        return view.totals.slots / (measured.accumulation * view.totals.steps * max(1, view.data_ranks))
+    return workload.slots(setting.batch) if setting else None
+
+
+def buckets_of(measured: Measured, gpu: Gpu, micro_s: float, slots: float | None) -> Buckets:
+    """Return the buckets of a micro-batch of ``slots`` that took ``micro_s`` on ``gpu``, the run's own."""
+    header = measured.view.header
+    work = header_work(header, slots, measured.density) if header else None
+    fixed = None
+    if not isinstance(measured.step_time, NotIdentifiable) and slots:
+        share = measured.step_time.predict(1.0)[0] / max(measured.step_time.predict(slots)[0], 1e-12)
+        # more experts per token make the slots longer, not what is fixed
+        whole = micro_s if measured.density is None else measured.step_time.predict(slots)[0]
+        fixed = min(micro_s, whole * min(1.0, share))
+    return split(
+        micro_s,
+        work or NO_WORK,
+        gpu,
+        fixed_s=fixed,
+        seen=kernel_shares(measured.view.kernels, gpu),
+        memory_share=memory_share_of(measured.view.layers),
+    )
