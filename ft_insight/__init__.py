@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ft_insight.callbacks import FtInsightCallback as FtInsightCallback
+    from ft_insight.estimate.plan import plan as plan
     from ft_insight.records import SCHEMA as SCHEMA
     from ft_insight.run import RunState as RunState
     from ft_insight.run_view import RunView as RunView
+    from ft_insight.sweeping.run import sweep as sweep
 
 __version__ = "0.1.0"
 
@@ -22,9 +24,11 @@ _HOME = {
     "RunState": "ft_insight.run",
     "RunView": "ft_insight.run_view",
     "SCHEMA": "ft_insight.records",
+    "plan": "ft_insight.estimate.plan",
+    "sweep": "ft_insight.sweeping.run",
 }
 
-__all__ = ["SCHEMA", "FtInsightCallback", "RunState", "RunView", "__version__"]
+__all__ = ["SCHEMA", "FtInsightCallback", "RunState", "RunView", "__version__", "plan", "sweep"]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,6 +15,11 @@ from ft_insight import __version__
 
 WHICH_RUN = "a run.jsonl, or a folder of runs (default: the newest run under ft_insight_runs/)"
 
+MOST_GPUS = 8
+"""Of one machine: what joins machines is in no catalogue."""
+PLAN_OPTIONS = (
+    "method", "rank", "targets", "dataset", "seq_len", "batch", "accumulation", "optimizer", "dtype", "trainer",
+)  # fmt: skip
 MOST = 1e15
 """Nobody trains on more; numbers beyond it are typing errors, and end in infinite hours."""
 
@@ -74,8 +79,10 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(run=_report)
 
     project = verbs.add_parser("project", help="hours and dollars of the whole job, here and on other GPUs")
-    project.add_argument("run_name", nargs="?", metavar="RUN", help=WHICH_RUN)
+    project.add_argument("run_names", nargs="*", metavar="RUN", help=f"{WHICH_RUN}; several of one model are pooled")
     project.add_argument("--gpu", nargs="+", action="extend", metavar="NAME", help="GPUs to project to, or 'all'")
+    project.add_argument("--gpus", nargs="+", action="extend", metavar="N", help="how many of each (default: as run)")
+    project.add_argument("--batch", type=int, metavar="N", help="queries per micro-batch (default: what fits)")
     project.add_argument("--queries", type=int, metavar="N", help="rows of the training set (default: as in the run)")
     project.add_argument("--epochs", type=float, metavar="E", help="(default: num_train_epochs of the run)")
     project.add_argument("--seq-len", type=int, metavar="L", help="tokens of every row (default: the run's lengths)")
@@ -85,6 +92,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="USD",
         help="dollars per hour, of the one --gpu, or of the run's own machine",
     )
+    project.add_argument("--prices", metavar="FILE", help="your own prices, CSV: gpu, usd_per_gpu_hour")
+    project.add_argument("--top-k", type=int, metavar="K", help="experts per token (default: as in the run)")
+    project.add_argument("--dataset", metavar="FILE", help="another data set, JSON or JSONL; --seq-len cuts it off")
+    project.add_argument("--tokenizer", metavar="NAME", help="its tokenizer: a folder, a tokenizer.json, or a hub name")
+    project.add_argument("--probe", metavar="RUN", help="a run of ft-insight probe on the one --gpu, to scale by")
+    project.add_argument("--markdown", action="store_true", help="as Markdown")
     project.add_argument("--json", action="store_true", help="as JSON")
     project.add_argument("--verbose", action="store_true", help="the source and date of every price")
     project.set_defaults(run=_project)
@@ -114,6 +127,28 @@ def _parser() -> argparse.ArgumentParser:
 
     probe = verbs.add_parser("probe", help="20 steps of a training script on this machine, to scale projections by")
     _takes_script(probe, _probe)
+
+    plan = verbs.add_parser("plan", help="memory and largest batch of a fine-tune that has not run, without weights")
+    plan.add_argument("--model", required=True, metavar="NAME", help="a known model, a config.json or its folder")
+    plan.add_argument("--method", choices=("full", "lora", "qlora"), default="lora")
+    plan.add_argument("--rank", type=int, default=16, metavar="R", help="of the adapters (default: %(default)s)")
+    plan.add_argument("--targets", nargs="+", metavar="MODULE", help="layers with adapters (default: PEFT's choice)")
+    plan.add_argument("--dataset", metavar="FILE", help="rows as JSON or JSONL, whose longest counts")
+    plan.add_argument("--seq-len", type=int, metavar="L", help="tokens of a row; with --dataset, where rows are cut")
+    plan.add_argument("--batch", type=int, default=8, metavar="B", help="rows of a micro-batch (default: %(default)s)")
+    plan.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches of a step")
+    plan.add_argument("--grad-checkpointing", action=argparse.BooleanOptionalAction, help="(default: as the trainer)")
+    plan.add_argument("--optimizer", default="adamw", metavar="NAME", help="adamw, adamw_8bit, paged_adamw_8bit, ...")
+    plan.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the weights")
+    plan.add_argument("--trainer", choices=("sft", "trainer"), default="sft", help="TRL's or transformers' own")
+    plan.add_argument("--gpu", nargs="+", action="extend", metavar="NAME", help="GPUs to judge by, or 'all'")
+    plan.add_argument("--json", action="store_true", help="as JSON")
+    plan.set_defaults(run=_plan)
+
+    validate = verbs.add_parser("validate", help="the estimator against a table of published measurements")
+    validate.add_argument("csv", metavar="FILE.csv", help="one measurement a row")
+    validate.add_argument("--fast", action="store_true", help="leave out peak memory, which takes minutes and torch")
+    validate.set_defaults(run=_validate)
 
     demo = verbs.add_parser("demo", help="a real run on a CPU: tiny Mixtral, generated rows, under two minutes")
     demo.add_argument("--no-tui", action="store_true", help="print the report only")
@@ -155,21 +190,53 @@ def _report(arguments: argparse.Namespace) -> int:
 def _project(arguments: argparse.Namespace) -> int:
     from ft_insight.report.projection import project_text
 
-    run_name, gpus = arguments.run_name, arguments.gpu
-    if run_name is None and gpus and len(gpus) > 1 and os.path.exists(gpus[-1]):
-        run_name = gpus.pop()  # `project --gpu h100 RUN`: argparse takes the run for one more GPU
-    print(project_text(run_name, _question(arguments), as_json=arguments.json, verbose=arguments.verbose))
+    runs = [*arguments.run_names, *_paths_at_end(arguments.gpus), *_paths_at_end(arguments.gpu)]
+    form = "json" if arguments.json else "markdown" if arguments.markdown else "text"
+    print(project_text(runs, _question(arguments, runs), form=form, verbose=arguments.verbose))
     return 0
 
 
-def _question(arguments: argparse.Namespace) -> dict[str, object]:
-    for name in ("queries", "epochs", "seq_len"):
+def _paths_at_end(values: list[str] | None) -> list[str]:
+    """Take from the end of an option's values what argparse took for them: ``project --gpu h100 RUN``."""
+    paths: list[str] = []
+    while values and len(values) > 1 and os.path.exists(values[-1]):
+        paths.insert(0, values.pop())
+    return paths
+
+
+def _question(arguments: argparse.Namespace, runs: list[str]) -> dict[str, object]:
+    for name in ("queries", "epochs", "seq_len", "batch", "top_k"):
         value = getattr(arguments, name)
         if value is not None and not 0 < value <= MOST:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0 and at most {MOST:g}, not {value}")
     if arguments.price is not None and not 0 <= arguments.price < math.inf:
         raise ValueError(f"--price must be 0 or more, not {arguments.price:g}")
-    return {name: getattr(arguments, name) for name in ("gpu", "queries", "epochs", "seq_len", "price")}
+    names = ("gpu", "queries", "epochs", "seq_len", "price", "prices", "batch", "top_k", "probe")
+    question = {name: getattr(arguments, name) for name in names}
+    return {**question, "counts": _counts(arguments.gpus), "lengths": _lengths(arguments, runs)}
+
+
+def _counts(values: list[str] | None) -> tuple[int, ...]:
+    wrong = next((value for value in values or () if not value.isdecimal() or not 0 < int(value) <= MOST_GPUS), None)
+    if wrong is not None:
+        raise ValueError(f"--gpus takes numbers from 1 to {MOST_GPUS}, not {wrong}")
+    return tuple(dict.fromkeys(int(value) for value in values or ()))
+
+
+def _lengths(arguments: argparse.Namespace, runs: list[str]) -> object:
+    """Read and tokenise another data set, cut off and packed as the run's."""
+    if arguments.dataset is None and arguments.tokenizer is None:
+        return None
+    if arguments.dataset is None or arguments.tokenizer is None:
+        raise ValueError("--dataset and --tokenizer go together")
+    from ft_insight.reader import read_run
+    from ft_insight.runlog import find_run
+    from ft_insight.token_lengths import lengths_of
+
+    view, _ = read_run(find_run(runs[0] if runs else None))
+    train = view.header.train if view.header else None
+    most = arguments.seq_len or (train.max_length if train else None)
+    return lengths_of(Path(arguments.dataset), arguments.tokenizer, most, train.packing if train else None)
 
 
 def _compare(arguments: argparse.Namespace) -> int:
@@ -230,6 +297,22 @@ def _measure_script(arguments: argparse.Namespace, study: Callable[[Any, Callabl
     except ScriptFailed as failed:
         return failed.code
     print(result.text())
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from ft_insight.report.plan import plan_text
+
+    question = {name: getattr(arguments, name) for name in PLAN_OPTIONS}
+    question |= {"checkpointing": arguments.grad_checkpointing, "gpus": arguments.gpu}
+    print(plan_text(arguments.model, question, as_json=arguments.json))
+    return 0
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    from ft_insight.validate import validate_text
+
+    print(validate_text(Path(arguments.csv), fast=arguments.fast))
     return 0
 
 

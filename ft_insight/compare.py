@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ft_insight import units
-from ft_insight.experts import LayerLoad
+from ft_insight.experts import LoadChange
 from ft_insight.report.layout import Section
+from ft_insight.report.load import change_sections
 from ft_insight.run_view import RunView
-from ft_insight.words import clean
 
 Cell = Callable[[RunView], float | None]
 
@@ -19,7 +19,7 @@ class CompareError(ValueError):
 
 def compare_sections(before: RunView, after: RunView) -> list[Section]:
     """Return the sections of a comparison. Raises :class:`CompareError` if there is nothing that both have."""
-    sections = [_speed(before, after), _load(before, after), _layers(before, after)]
+    sections = [_speed(before, after), *change_sections(*_load_change(before, after))]
     if all(section.empty for section in sections):
         raise CompareError("these two runs have nothing in common that could be compared: no steps, no experts")
     return sections
@@ -40,52 +40,14 @@ def _speed(before: RunView, after: RunView) -> Section:
     return Section("Speed", table=tuple(table))
 
 
-def _load(before: RunView, after: RunView) -> Section:
-    old, new = before.expert_load, after.expert_load
-    if old is None or new is None or len(old.means) != len(new.means):
-        return Section("Experts, all layers together")
-    head = ("", *(str(e) for e in range(len(old.means))), "variance (n)", "variance (n-1)")
-    rows = [
-        (
-            name,
-            *(units.significant(mean) for mean in load.means),
-            units.significant(load.variance_n),
-            units.NA if load.variance_n1 is None else units.significant(load.variance_n1),
-        )
-        for name, load in (("before", old), ("after", new))
-    ]
-    moved = max(range(len(old.means)), key=lambda e: abs(new.shares[e] - old.shares[e]))
-    return Section(
-        "Experts, all layers together",
-        table=(head, *rows),
-        after=(
-            "tokens per query and expert, mean over layers",
-            f"expert {moved} moved most: {units.share(old.shares[moved])} -> {units.share(new.shares[moved])}",
-        ),
-    )
-
-
-def _layers(before: RunView, after: RunView) -> Section:
-    old = {load.layer: load for load in before.experts}
-    rows: list[tuple[str, ...]] = [("layer", "max/mean before", "after", "busiest before", "after", "moved share")]
-    for load in after.experts:
-        earlier = old.get(load.layer)
-        if earlier is not None and len(earlier.counts) == len(load.counts):
-            rows.append(_layer_row(earlier, load))
-    return Section("Experts, layer by layer", table=tuple(rows))
-
-
-def _layer_row(old: LayerLoad, new: LayerLoad) -> tuple[str, ...]:
-    # half the sum of differences: the share of tokens that would have to go elsewhere to undo the change
-    moved = sum(abs(a - b) for a, b in zip(old.shares, new.shares, strict=True)) / 2
-    return (
-        clean(new.layer),
-        f"{old.max_over_mean:.2f}",
-        f"{new.max_over_mean:.2f}",
-        str(old.worst),
-        str(new.worst),
-        units.share(moved),
-    )
+def _load_change(before: RunView, after: RunView) -> tuple[LoadChange, str]:
+    """Return the load of both runs: on the same rows where both were shown them at their end, else in training."""
+    tokens = [{load.layer: load.tokens for load in view.experts_after} for view in (before, after)]
+    if tokens[0] and tokens[0] == tokens[1] and before.rows_after == after.rows_after:
+        change = LoadChange(before.experts_after, after.experts_after, before.load_after, after.load_after)
+        return change, f"the same {units.count(after.rows_after)} rows after each run"
+    change = LoadChange(before.experts, after.experts, before.expert_load, after.expert_load)
+    return change, "what each run trained on, all its steps"
 
 
 def _change(old: float | None, new: float | None) -> str:

@@ -103,10 +103,42 @@ def model_load(layers: Sequence[LayerLoad], queries: int | None) -> ModelLoad | 
     return ModelLoad(means, queries)
 
 
-class ExpertTally:
-    """Sums ``Experts`` records of training, by layer."""
+EDGE = 0.05
+"""Share of a run's steps that its start, or its end, is taken to be where experts' load is compared."""
 
-    def __init__(self) -> None:
+
+@dataclass(frozen=True, slots=True)
+class LoadChange:
+    """Load at the start and at the end of a run, layer by layer and all layers together, and what it was counted on."""
+
+    start: tuple[LayerLoad, ...]
+    end: tuple[LayerLoad, ...]
+    model_start: ModelLoad | None
+    model_end: ModelLoad | None
+    rows: int | None = None
+    """Rows of one pass before and one after the run; None where the start and end of training are compared."""
+
+    @property
+    def basis(self) -> str:
+        """What was counted at both times, in words."""
+        if self.rows is None:
+            return f"first and latest {EDGE:.0%} of the steps"
+        return f"the same {self.rows:,} row{'s' if self.rows != 1 else ''} before and after the run"
+
+    @property
+    def moved(self) -> int | None:
+        """The expert whose share, over all layers, changed most; None where there is no such share."""
+        if self.model_start is None or self.model_end is None:
+            return None
+        before, after = self.model_start.shares, self.model_end.shares
+        return max(range(len(before)), key=lambda e: abs(after[e] - before[e])) if len(before) == len(after) else None
+
+
+class ExpertTally:
+    """Sums ``Experts`` records of one mode, by layer."""
+
+    def __init__(self, mode: str = "train") -> None:
+        self._mode = mode
         self._counts: dict[str, list[int]] = {}
         self._tokens: dict[str, int] = {}
         self.queries: int | None = 0
@@ -123,8 +155,8 @@ class ExpertTally:
         return tally
 
     def add(self, record: Experts) -> None:
-        """Take in one record; evaluation is left out."""
-        if record.mode != "train":
+        """Take in one record; those of other modes are left out."""
+        if record.mode != self._mode:
             return
         self.method = record.method
         self.padding_counted |= record.padding_counted

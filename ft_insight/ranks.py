@@ -18,6 +18,8 @@ def combine(views: list[RunView]) -> RunView:
         return dataclasses.replace(lead, notices=(*lead.notices, *missing)) if missing else lead
     gpus_of = views
     views = _with_different_data(views)
+    # a rank whose pass failed must not make two different sets of rows of before and after
+    passed = [v for v in views if v.same_rows] or views
     return dataclasses.replace(
         lead,
         ranks=len(gpus_of),
@@ -26,12 +28,19 @@ def combine(views: list[RunView]) -> RunView:
         rates=_sum_rates([v.rates for v in views]),
         recent=_sum_rates([v.recent for v in views]),
         gpus=tuple(gpu for v in gpus_of for gpu in v.gpus),
+        gpu_dropped=sum(v.gpu_dropped for v in gpus_of),
         experts=ExpertTally.merged([v.experts for v in views]),
         experts_start=ExpertTally.merged([v.experts_start for v in views]),
         experts_end=ExpertTally.merged([v.experts_end for v in views]),
         expert_load=_sum_loads([v.expert_load for v in views], [v.experts for v in views]),
         load_start=_sum_loads([v.load_start for v in views], [v.experts_start for v in views]),
         load_end=_sum_loads([v.load_end for v in views], [v.experts_end for v in views]),
+        experts_before=ExpertTally.merged([v.experts_before for v in passed]),
+        experts_after=ExpertTally.merged([v.experts_after for v in passed]),
+        load_before=_sum_loads([v.load_before for v in passed], [v.experts_before for v in passed]),
+        load_after=_sum_loads([v.load_after for v in passed], [v.experts_after for v in passed]),
+        rows_before=_sum_rows([v.rows_before for v in passed]),
+        rows_after=_sum_rows([v.rows_after for v in passed]),
         notices=(*{(n.collector, n.text): n for v in gpus_of for n in v.notices}.values(), *missing),
         unknown_lines=sum(v.unknown_lines for v in views),
         malformed_lines=sum(v.malformed_lines for v in views),
@@ -73,6 +82,10 @@ def _sum_rate_curves(views: list[RunView]) -> dict[str, Points]:
 def _sum_known(items: list[Totals], name: str) -> int | None:
     values = [getattr(item, name) for item in items]
     return None if None in values else sum(values)
+
+
+def _sum_rows(rows: list[int | None]) -> int | None:
+    return sum(known) if (known := [n for n in rows if n is not None]) else None
 
 
 def _sum_rates(rates: list[Rates]) -> Rates:

@@ -29,8 +29,9 @@ and backward; ``recompute`` is what gradient checkpointing computes anew within 
 callbacks of the trainer, this one included; ``other`` is the remainder.
 """
 
-OUTSIDE_KINDS = ("startup", "evaluation", "saving", "logging", "callbacks", "between")
-"""What happens outside of optimizer steps. ``between`` is the remainder: epoch turns, dataloader start-up."""
+OUTSIDE_KINDS = ("startup", "baseline", "evaluation", "saving", "logging", "callbacks", "between")
+"""What happens outside of optimizer steps. ``baseline`` is a pass over rows of the user's before or after the run;
+``between`` is the remainder: epoch turns, dataloader start-up."""
 
 
 class Base(msgspec.Struct, frozen=True, tag_field="type", omit_defaults=True, kw_only=True):
@@ -105,6 +106,8 @@ class Device(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     name: str
     index: int | None = None
     uuid: str | None = None
+    pci: str | None = None
+    """PCI address, as ``0000:3b:00.0``."""
     memory_bytes: int | None = None
     sm_count: int | None = None
     capability: str | None = None
@@ -137,6 +140,9 @@ class Header(Base, frozen=True, kw_only=True, tag="header"):
     """How many ranks see different data; fewer than ``world_size`` under tensor or context parallelism."""
     price_usd_per_hour: float | None = None
     """Price of the machine that this run is on, as its user stated it."""
+    purpose: str | None = None
+    """``sweep`` or ``probe`` where these steps were done to measure: ``train`` then says what the job is set to do
+    whose trainer was measured, at the batch that the rates are of. None for training itself."""
 
 
 class MicroBatch(msgspec.Struct, frozen=True, array_like=True):
@@ -151,6 +157,18 @@ class MicroBatch(msgspec.Struct, frozen=True, array_like=True):
     """Terms of the cross-entropy sum: labels other than -100 after the shift by one."""
     compute_s: float | None
     """Forward, loss, recomputation and backward together."""
+    begin_s: float | None = None
+    """When it began, by the clock of the step's phases, since the step began."""
+
+
+class MicroMemory(msgspec.Struct, frozen=True, array_like=True):
+    """Memory of one micro-batch, in bytes. Written as an array, for there are many."""
+
+    peak_bytes: int | None
+    """Highest during it where ``exact``; else no less than that, for the allocator only tells the highest so far."""
+    exact: bool
+    seen_bytes: int | None
+    """The most that was read during it, so no more than its peak."""
 
 
 class Memory(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -163,6 +181,12 @@ class Memory(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     peak_reserved_bytes: int | None = None
     rss_bytes: int | None = None
     """Resident memory of the process on the host."""
+    base_bytes: int | None = None
+    """Allocated when the step's first micro-batch began."""
+    micro: tuple[MicroMemory, ...] = ()
+    """In step with the step's micro-batches; empty where none was measured."""
+    optimizer_peak_bytes: int | None = None
+    """Highest after the last micro-batch, where that was the highest so far."""
 
 
 class Step(Base, frozen=True, kw_only=True, tag="step"):
@@ -182,6 +206,11 @@ class Step(Base, frozen=True, kw_only=True, tag="step"):
     """Where ``clock`` is a device's: the same phases by the host's clock."""
     idle_at_most_s: float | None = None
     """Where ``clock`` is a device's: an upper bound of the time in which it had nothing to do."""
+    optimizer_begin_s: float | None = None
+    """When clipping and the optimizer began, by ``clock``, since the step did."""
+    lag_s: float | None = None
+    """Where ``clock`` is a device's: how far it was behind the host when the step began; the least that its marks
+    allow."""
     before_s: Mapping[str, float] = {}
     """Host seconds between the step before and this one, by kind of ``OUTSIDE_KINDS``, but for what has a span
     record of its own."""
@@ -190,19 +219,118 @@ class Step(Base, frozen=True, kw_only=True, tag="step"):
     memory: Memory | None = None
     skipped: bool | None = None
     """The fp16 gradient scaler skipped the optimizer."""
+    other_batch: int | None = None
+    """In a sweep, the batch size of this step where it is not the header's: then it counts for the fits alone."""
     profiled: bool | None = None
     """A profiler recorded this step, which took longer for it: it counts in no rate and no fit."""
     self_s: float | None = None
     """What ft-insight itself took of this step, by the host's clock."""
 
 
+class Tried(Base, frozen=True, kw_only=True, tag="tried"):
+    """A batch of the training set's longest rows that a sweep tried before it measured, for whether it fits."""
+
+    t_s: float
+    batch: int
+    fits: bool
+    slots: int | None = None
+    """Positions of its micro-batch, padding included."""
+    step_s: float | None = None
+    peak_allocated_bytes: int | None = None
+    """Highest since before this trial; None where it ran out of memory, or memory is the host's."""
+    allocated_bytes: int | None = None
+    """Between its steps."""
+
+
 class Span(Base, frozen=True, kw_only=True, tag="span"):
-    """An evaluation or a checkpoint being saved, outside of optimizer steps."""
+    """An evaluation, a checkpoint being saved or a baseline pass, outside of optimizer steps."""
 
     kind: str
     t_s: float
     wall_s: float
     step: int
+
+
+MEMORY_CATEGORIES = (
+    "weights",
+    "quantised_weights",
+    "adapters",
+    "buffers",
+    "gradients",
+    "optimizer_state",
+    "activations",
+    "logits_and_loss",
+    "temporaries",
+    "other",
+)
+"""What fills the memory of a training process. ``temporaries`` are what a moment holds beyond all that waits for
+backward; ``other`` is the batch, and the remainder."""
+
+
+class MemoryPart(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes of one category of ``MEMORY_CATEGORIES``. Written as an array, for there are many."""
+
+    category: str
+    detail: str
+    """Type of the numbers; of ``activations`` the kind of layer that made them."""
+    bytes: int
+
+
+class MemoryMoment(msgspec.Struct, frozen=True, kw_only=True):
+    """What filled memory at one moment: parts that do not overlap and add up to ``allocated_bytes``."""
+
+    name: str
+    """``between`` steps, ``forward`` (all that backward waits for is there), ``backward`` (it is over; before the
+    optimizer), ``peak`` of a micro-batch, or ``optimizer`` at its highest."""
+    step: int
+    allocated_bytes: int
+    parts: tuple[MemoryPart, ...]
+    slots: int | None = None
+    """Of the micro-batch that it is a moment of."""
+
+
+class MemoryParts(Base, frozen=True, kw_only=True, tag="memory_parts"):
+    """What fills memory, by category: after the first step, on sampled steps, and when it has changed much."""
+
+    step: int
+    t_s: float
+    method: str
+    """``allocator``: the sums are torch's for the device, the parts counted; ``storages``: all is counted."""
+    moments: tuple[MemoryMoment, ...]
+    reserved_bytes: int | None = None
+    """Between steps: what the allocator holds of the device."""
+    split_bytes: int | None = None
+    """Of the reserve: free pieces beside pieces in use, which only fit what is smaller."""
+    device_free_bytes: int | None = None
+    device_total_bytes: int | None = None
+
+
+class OutOfMemory(Base, frozen=True, kw_only=True, tag="out_of_memory"):
+    """Memory ended: what filled it then, and which micro-batch it was too small for."""
+
+    step: int
+    """The step that failed; the one before was the last to be finished."""
+    t_s: float
+    phase: str
+    """Of ``STEP_PHASES``, or of ``OUTSIDE_KINDS``."""
+    message: str
+    queries: int | None = None
+    slots: int | None = None
+    """Of the micro-batch that did not fit, padding included."""
+    requested_bytes: int | None = None
+    """What could not be had, as the message tells it."""
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    device_free_bytes: int | None = None
+    device_total_bytes: int | None = None
+    parts: tuple[MemoryPart, ...] = ()
+    """What filled memory, as far as it could be counted; on a GPU they add up to ``allocated_bytes``."""
+    largest: str | None = None
+    """The largest category."""
+    fits: tuple[int, int, int] | None = None
+    """The largest batch of rows as long as these that would have fitted: estimate, low, high."""
+    unknown: str | None = None
+    """Why that cannot be said."""
 
 
 class Logs(Base, frozen=True, kw_only=True, tag="logs"):
@@ -222,7 +350,7 @@ class Experts(Base, frozen=True, kw_only=True, tag="experts"):
     step: int
     t_s: float
     mode: str
-    """``train`` or ``evaluation``."""
+    """``train``, ``evaluation``, or ``before`` or ``after``: one pass over the same rows before and after the run."""
     layers: tuple[str, ...]
     counts: tuple[tuple[int, ...], ...]
     """``counts[i][e]``: token-expert assignments that layer ``i`` sent to expert ``e``."""
@@ -255,33 +383,91 @@ class Layers(Base, frozen=True, kw_only=True, tag="layers"):
     backward_s: tuple[float, ...]
 
 
+POWER_THROTTLES = ("software power cap", "hardware power brake", "package power limit")
+THERMAL_THROTTLES = (
+    "software thermal slowdown",
+    "hardware thermal slowdown",
+    "processor hot",
+    "socket too hot",
+    "voltage regulator too hot",
+    "memory too hot",
+)
+"""Of the words of ``GpuSample.throttle``, those that say that power, or heat, holds the clocks down."""
+
+
 class GpuSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """One NVML reading of one GPU."""
+    """One reading of one GPU. Why a field is null stands in ``unknown``."""
 
     uuid: str
+    """As CUDA names it; its PCI address where torch knows no UUID."""
     gpu_percent: float | None = None
-    """NVML utilisation: share of time in which *some* kernel ran. It is not SM activity."""
+    """Share of time in which *some* kernel ran, over a window that the driver does not tell (1/6 s to 1 s). It is
+    not SM activity."""
     sm_percent: float | None = None
-    """SM active cycles from GPM counters, Hopper and newer."""
+    """Share of cycles in which an SM had work, mean of all SMs, over ``window_s``. From ``counters``."""
+    sm_occupancy_percent: float | None = None
+    """Warps resident of the most that there can be, over ``window_s``."""
+    tensor_percent: float | None = None
+    """Share of cycles in which the tensor cores were busy, by whatever type, over ``window_s``."""
+    hmma_percent: float | None = None
+    """Of these, half precision (fp16, bf16, tf32); ``imma`` is integer, ``dfma`` and ``dmma`` double precision."""
+    imma_percent: float | None = None
+    dfma_percent: float | None = None
+    dmma_percent: float | None = None
     memory_controller_percent: float | None = None
+    """Share of time in which device memory was read or written at all, over the window of ``gpu_percent``."""
     dram_percent: float | None = None
+    """Of the bandwidth of device memory, over ``window_s``."""
+    counters: str | None = None
+    """Where the fields over ``window_s`` come from: ``gpm`` (NVML, Hopper and newer) or ``dcgm``."""
+    window_s: tuple[float, float] | None = None
+    """Begin and end, on the log's clock, of the time over which they are means."""
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
     process_memory_bytes: int | None = None
     power_w: float | None = None
+    """On Ampere and newer the driver's mean over a second."""
     power_limit_w: float | None = None
     energy_j: float | None = None
+    """Since the driver was loaded: differences tell."""
     temperature_c: float | None = None
     sm_clock_mhz: float | None = None
     memory_clock_mhz: float | None = None
+    throttle: tuple[str, ...] | None = None
+    """Why the clocks are not at their highest, in words; empty where nothing holds them down."""
+    pcie_tx_bytes_per_s: float | None = None
+    """Sent by the GPU; ``rx`` is what it received."""
+    pcie_rx_bytes_per_s: float | None = None
+    nvlink_tx_bytes_per_s: float | None = None
+    """All links together."""
+    nvlink_rx_bytes_per_s: float | None = None
+    ecc_corrected: int | None = None
+    """Memory errors since the driver was loaded."""
+    ecc_uncorrected: int | None = None
+    xid: tuple[int, ...] | None = None
+    """Critical errors that the driver reported since the sample before, by NVIDIA's Xid numbers."""
+    lost: bool | None = None
+    """The driver has lost this GPU: no sample of it follows."""
+    unknown: Mapping[str, str] = {}
+    """Field -> why it is null. Only what changed since the sample before; an empty reason: it is known again."""
+
+
+class HostSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """What the training process takes of the host."""
+
+    cpu_percent: float | None = None
+    """CPU time over wall time since the sample before; 100 is one core, workers of a data loader left out."""
+    rss_bytes: int | None = None
 
 
 class Gpu(Base, frozen=True, kw_only=True, tag="gpu"):
-    """All GPUs of this process at one moment."""
+    """All GPUs of this process at one moment, and the process itself."""
 
     t_s: float
-    samples: tuple[GpuSample, ...]
+    samples: tuple[GpuSample, ...] = ()
+    host: HostSample | None = None
     dropped: int = 0
+    """Readings that are missing since the record before because the driver did not answer in time."""
 
 
 class Notice(Base, frozen=True, kw_only=True, tag="notice"):
@@ -300,11 +486,20 @@ class Heartbeat(Base, frozen=True, kw_only=True, tag="heartbeat"):
     t_s: float
 
 
+class PhaseFit(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """One phase of an optimizer step: ``seconds = fixed_s + per_slot_s * slots of the step``."""
+
+    median_s: float
+    fixed_s: float | None = None
+    """The optimizer's and the host's own time; None where the run's steps are all alike."""
+    per_slot_s: float | None = None
+
+
 class Fit(Base, frozen=True, kw_only=True, tag="fit"):
     """The step-time model fitted at the end: ``seconds = (fixed_s^n + (per_slot_s * slots)^n)^(1/n)``.
 
     ``seconds`` is the compute time of one micro-batch of ``slots`` positions; ``rest_s`` is what an optimizer
-    step takes besides its micro-batches. Intervals are 80%.
+    step takes besides its micro-batches. Intervals are 95%.
     """
 
     t_s: float
@@ -320,21 +515,47 @@ class Fit(Base, frozen=True, kw_only=True, tag="fit"):
     points: int = 0
     error: float | None = None
     """Median absolute relative error of a micro-batch, left out of the fit."""
+    phases: Mapping[str, PhaseFit] = {}
+    """By name of ``STEP_PHASES``."""
 
 
 class ProjectionRow(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """The whole job on one GPU. Triples are (estimate, low, high); a measured figure has low = high."""
+    """The whole job on one kind of GPU. Triples are (estimate, low, high); a measured figure has low = high."""
 
     gpu: str
     here: bool = False
+    gpus: int | None = None
+    """How many of them."""
     memory_gb: float | None = None
+    batch: int | None = None
+    """Queries of a micro-batch that the figures are of."""
+    accumulation: float | None = None
+    global_batch: float | None = None
+    """Queries of an optimizer step, over all GPUs; the run's own unless the card's memory alone had set that."""
     largest_batch: int | None = None
+    """Queries per micro-batch, all as long as the longest row that the data set can produce."""
+    largest_interval: tuple[int, int] | None = None
+    typical_batch: tuple[int, int, int] | None = None
+    """The same of rows drawn from the data set: estimate, low, high."""
+    longest: int | None = None
+    """Slots of that longest row."""
+    memory_use_bytes: int | None = None
+    """Of the card's memory at ``largest_batch``, the CUDA context included."""
+    memory_total_bytes: int | None = None
+    memory_margin_bytes: int | None = None
+    """Left free for what the allocator cannot use for lack of a contiguous piece."""
     queries_per_s: tuple[float, float, float] | None = None
     hours: tuple[float, float, float] | None = None
     usd: tuple[float, float, float] | None = None
     usd_per_hour: float | None = None
     price_source: str | None = None
     basis: str | None = None
+    present_queries_per_s: tuple[float, float, float] | None = None
+    """At the run's own batch and accumulation."""
+    bound_by: str | None = None
+    """``memory capacity``, ``matmul``, ``memory bandwidth``, ``host``, ``data`` or ``communication``."""
+    marks: tuple[str, ...] = ()
+    """``cheapest``, ``fastest``, ``best value`` (least dollars times hours) of all rows."""
     unknown: Mapping[str, str] = {}
     """Field -> why it cannot be known from this run."""
 
@@ -346,6 +567,8 @@ class Projection(Base, frozen=True, kw_only=True, tag="projection"):
     queries: int | None = None
     epochs: float | None = None
     job: str | None = None
+    prices: str | None = None
+    """Where the prices come from that nobody gave, with their dates."""
     rows: tuple[ProjectionRow, ...] = ()
 
 
@@ -426,7 +649,24 @@ class Kernels(Base, frozen=True, kw_only=True, tag="kernels"):
     """Name of the chrome trace beside the log, where it was asked for."""
 
 
-Record = Header | Step | Span | Logs | Experts | Layers | Kernels | Gpu | Notice | Heartbeat | Fit | Projection | End
+Record = (
+    Header
+    | Tried
+    | Step
+    | Span
+    | Logs
+    | Experts
+    | Layers
+    | Kernels
+    | Gpu
+    | MemoryParts
+    | OutOfMemory
+    | Notice
+    | Heartbeat
+    | Fit
+    | Projection
+    | End
+)
 """Every line of a log is one of these."""
 
 

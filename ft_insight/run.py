@@ -10,16 +10,20 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 
 from ft_insight import records as r
-from ft_insight.experts import ExpertTally, model_load
+from ft_insight.experts import EDGE, ExpertTally, model_load
+from ft_insight.gpu_phases import GpuPhases
+from ft_insight.gpu_tally import GpuTally
 from ft_insight.layer_times import LayerTally
-from ft_insight.run_view import GpuView, RunView
+from ft_insight.memory_points import MemoryTally
+from ft_insight.part_points import PartTally
+from ft_insight.run_view import HostView, RunView
 from ft_insight.stats import CurveBuilder, EvenSample, median
 from ft_insight.step_sums import StepSums, rates_of, shares_of, work_of
 
 RECENT_STEPS = 20
 LATEST_FLUSHES = 64
-EDGE = 0.05
-"""Share of a run's steps that its start, or its end, is taken to be where experts' load is compared."""
+OTHER_BATCHES = "other batches"
+"""What a sweep spent on batch sizes that are not the job's."""
 
 
 class RunState:
@@ -31,6 +35,8 @@ class RunState:
         self._clock_s = 0.0
         self._segments = 0
         self._curves: dict[str, CurveBuilder] = {}
+        self._filling = MemoryTally()
+        self._before = ExpertTally("before")
         self._start_segment(None)
 
     def apply(self, record: r.Record) -> RunView:
@@ -61,6 +67,7 @@ class RunState:
         self._segments += 1
         if header.first_step == 0:
             self._curves.clear()  # a fresh start, or a retry: the steps before it count for nothing
+            self._before = ExpertTally("before")
         else:
             for curve in self._curves.values():
                 curve.cut_after(header.first_step)
@@ -82,13 +89,18 @@ class RunState:
         self._logs: dict[str, float | None] = {}
         self._nonfinite: tuple[str, ...] = ()
         self._memory: r.Memory | None = None
-        self._memory_points: dict[int, tuple[int, int, int]] = {}
-        self._most_slots = 0
-        self._gpus: dict[str, _GpuState] = {}
+        self._filling.start_segment()
+        self._gpus: dict[str, GpuTally] = {}
+        self._gpu_phases = GpuPhases()
+        self._gpu_dropped = 0
+        self._host: r.HostSample | None = None
+        self._host_cpu, self._host_rss = CurveBuilder(), CurveBuilder()
         self._experts = ExpertTally()
+        self._after = ExpertTally("after")
         self._experts_first = ExpertTally()
         self._experts_latest: deque[r.Experts] = deque(maxlen=LATEST_FLUSHES)
         self._layers = LayerTally()
+        self._parts = PartTally()
         self._kernels: r.Kernels | None = None
         self._micro: EvenSample[r.MicroBatch] = EvenSample()
         self._rest: EvenSample[float] = EvenSample(512)
@@ -101,6 +113,10 @@ class RunState:
         self._phase_clock = step.clock
         self._skipped += bool(step.skipped)
         self._note_outside(step.before_s)
+        self._gpu_phases.add_step(step)
+        if step.other_batch is not None:
+            self._on_other_batch(step)
+            return
         first = self._sums.steps == 0
         work = work_of(step)
         self._sums.add(step, work)
@@ -111,6 +127,7 @@ class RunState:
         if first:
             return
         self._warm.add(step, work)
+        self._parts.add_step(step)
         for micro in step.micro:
             self._micro.add(micro)
         compute = [m.compute_s for m in step.micro if m.compute_s is not None]
@@ -122,17 +139,23 @@ class RunState:
                     self._curve(name).add(step.step, count / step.wall_s)
         self._curve("step_s").add(step.step, step.wall_s)
 
+    def _on_other_batch(self, step: r.Step) -> None:
+        """Take in a sweep's step at another batch than the job's: all rates and shares are of the job's own."""
+        self._note_outside({OTHER_BATCHES: step.wall_s})
+        self._note_memory(step)
+        for micro in step.micro:
+            self._micro.add(micro)
+
+    def _on_tried(self, tried: r.Tried) -> None:
+        self._filling.add_trial(tried)
+
     def _note_memory(self, step: r.Step) -> None:
+        self._filling.add_step(step)
         if step.memory is None:
             return
         self._memory = step.memory
-        slots = [m.slots for m in step.micro if m.slots is not None]
-        peak, allocated = step.memory.peak_allocated_bytes, step.memory.allocated_bytes
-        if slots and peak is not None and allocated is not None:
-            self._most_slots = max(self._most_slots, *slots)
-            # the optimizer's states appear during the first step: its peak says nothing of the later ones
-            if self._sums.steps > 1:
-                self._memory_points[self._most_slots] = (self._most_slots, peak, allocated)
+        for name in ("allocated_bytes", "reserved_bytes", "peak_allocated_bytes", "rss_bytes"):
+            self._curve(name).add(step.step, getattr(step.memory, name))
 
     def _note_outside(self, parts: Mapping[str, float]) -> None:
         for kind, seconds in parts.items():
@@ -140,6 +163,7 @@ class RunState:
 
     def _on_span(self, span: r.Span) -> None:
         self._note_outside({span.kind: span.wall_s})
+        self._gpu_phases.add_span(span)
         self._span_counts[span.kind] = self._span_counts.get(span.kind, 0) + 1
 
     def _on_logs(self, logs: r.Logs) -> None:
@@ -151,7 +175,8 @@ class RunState:
             self._curve(name).add(logs.step, value)
 
     def _on_experts(self, experts: r.Experts) -> None:
-        self._experts.add(experts)
+        for tally in (self._experts, self._before, self._after):
+            tally.add(experts)
         if experts.mode != "train":
             return
         edge = self._edge()
@@ -166,18 +191,31 @@ class RunState:
             self._curve("expert_variance").add(experts.step, load.variance_n)
 
     def _edge(self) -> float:
-        total = self._header.train.max_steps if self._header else None
+        total = _planned(self._header)
         return max(1.0, (total or 20 * max(1, self._step)) * EDGE)
 
     def _on_layers(self, layers: r.Layers) -> None:
         self._layers.add(layers)
+        self._parts.add_layers(layers)
 
     def _on_kernels(self, kernels: r.Kernels) -> None:
         self._kernels = kernels
 
+    def _on_memoryparts(self, parts: r.MemoryParts) -> None:
+        self._filling.add_parts(parts)
+
+    def _on_outofmemory(self, failure: r.OutOfMemory) -> None:
+        self._filling.add_failure(failure)
+
     def _on_gpu(self, gpu: r.Gpu) -> None:
+        self._gpu_dropped += gpu.dropped
         for sample in gpu.samples:
-            self._gpus.setdefault(sample.uuid, _GpuState()).add(gpu.t_s, sample)
+            self._gpus.setdefault(sample.uuid, GpuTally()).add(gpu.t_s, sample)
+            self._gpu_phases.add_sample(gpu.t_s, sample)
+        if gpu.host is not None:
+            self._host = gpu.host
+            self._host_cpu.add(gpu.t_s, gpu.host.cpu_percent)
+            self._host_rss.add(gpu.t_s, gpu.host.rss_bytes)
 
     def _on_notice(self, notice: r.Notice) -> None:
         self._notices.setdefault((notice.collector, notice.text), notice)
@@ -204,7 +242,7 @@ class RunState:
         """Return a snapshot of all that is known now."""
         header = self._header
         elapsed = self._earlier_s + self._clock_s
-        total = header.train.max_steps if header else None
+        total = _planned(header)
         to_go = self._to_go(total)
         price = header.price_usd_per_hour if header else None
         spent = elapsed / 3600 * price if price is not None else None
@@ -238,15 +276,26 @@ class RunState:
             latest_logs=dict(self._logs),
             nonfinite=self._nonfinite,
             memory=self._memory,
-            gpus=tuple(gpu.view() for gpu in self._gpus.values()),
+            gpus=tuple(
+                gpu.view(*self._gpu_phases.uses(uuid, final=self._end is not None)) for uuid, gpu in self._gpus.items()
+            ),
+            gpu_dropped=self._gpu_dropped,
+            host=HostView(self._host, self._host_cpu.points(), self._host_rss.points()) if self._host else None,
             experts=self._experts.layers(),
             expert_load=model_load(self._experts.layers(), self._experts.queries),
             experts_start=start.layers(),
             experts_end=latest.layers(),
+            experts_before=self._before.layers(),
+            experts_after=self._after.layers(),
+            load_before=model_load(self._before.layers(), self._before.queries),
+            load_after=model_load(self._after.layers(), self._after.queries),
+            rows_before=self._before.queries or None,
+            rows_after=self._after.queries or None,
             load_start=model_load(start.layers(), start.queries),
             load_end=model_load(latest.layers(), latest.queries),
             layers=self._layers.layers(),
             layer_steps=self._layers.steps,
+            parts=self._parts.view(),
             kernels=self._kernels,
             expert_method=self._experts.method,
             expert_padding_counted=self._experts.padding_counted,
@@ -256,7 +305,7 @@ class RunState:
             accumulation=self._sums.micro / self._sums.steps if self._sums.steps else None,
             mean_evaluation_s=self._mean_span("evaluation"),
             mean_save_s=self._mean_span("saving"),
-            memory_points=tuple(self._memory_points.values()),
+            filling=self._filling.view(),
             self_share=self._sums.self_share(),
             skipped_steps=self._skipped,
             fit=self._fit,
@@ -278,14 +327,6 @@ class RunState:
         return max(0, total - self._step) * pace
 
 
-class _GpuState:
-    def __init__(self) -> None:
-        self._curves = {name: CurveBuilder() for name in ("gpu_percent", "sm_percent", "memory_used_bytes", "power_w")}
-
-    def add(self, t_s: float, sample: r.GpuSample) -> None:
-        self._latest = sample
-        for name, curve in self._curves.items():
-            curve.add(t_s, getattr(sample, name))
-
-    def view(self) -> GpuView:
-        return GpuView(self._latest, **{name: curve.points() for name, curve in self._curves.items()})
+def _planned(header: r.Header | None) -> int | None:
+    """Return the step at which a run ends; a sweep or a probe ends long before its job would."""
+    return None if header is None or header.purpose else header.train.max_steps

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ft_insight import records as r
-from ft_insight.experts import LayerLoad, ModelLoad
+from ft_insight.experts import LayerLoad, LoadChange, ModelLoad
+from ft_insight.gpu_phases import PhaseUse
 from ft_insight.layer_times import LayerTime
+from ft_insight.memory_points import MemoryView
+from ft_insight.part_points import PartView
 
 Points = tuple[tuple[float, float], ...]
 
@@ -53,10 +56,38 @@ class GpuView:
     """One GPU: its latest sample, and what it did over time (x in seconds of the segment)."""
 
     latest: r.GpuSample
-    gpu_percent: Points = ()
-    sm_percent: Points = ()
-    memory_used_bytes: Points = ()
-    power_w: Points = ()
+    """Its ``unknown`` is of all fields that are not known."""
+    curves: dict[str, Points] = field(default_factory=dict)
+    """By field of the sample, those that were ever known."""
+    throttles: dict[str, float] = field(default_factory=dict)
+    """What held the clocks down, by the share of samples."""
+    power_throttled: float | None = None
+    """Share of samples in which power held the clocks down; None where the driver does not tell."""
+    thermal_throttled: float | None = None
+    xids: tuple[tuple[float, int], ...] = ()
+    """The latest critical errors: when, and NVIDIA's number."""
+    ecc_corrected: float | None = None
+    """Memory errors since the first sample."""
+    ecc_uncorrected: float | None = None
+    energy_j: float | None = None
+    """Since the first sample."""
+    lost_at_s: float | None = None
+    phases: tuple[PhaseUse, ...] = ()
+    phases_unknown: str | None = None
+    """Why nothing is known by phase."""
+
+    def curve(self, name: str) -> Points:
+        """Return a field over time; nothing where it was never known."""
+        return self.curves.get(name, ())
+
+
+@dataclass(frozen=True, slots=True)
+class HostView:
+    """The training process on its host: its latest sample, and what it took over time."""
+
+    latest: r.HostSample
+    cpu_percent: Points = ()
+    rss_bytes: Points = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +135,9 @@ class RunView:
     nonfinite: tuple[str, ...] = ()
     memory: r.Memory | None = None
     gpus: tuple[GpuView, ...] = ()
+    gpu_dropped: int = 0
+    """Readings of GPUs that are missing because a driver did not answer in time."""
+    host: HostView | None = None
     experts: tuple[LayerLoad, ...] = ()
     expert_load: ModelLoad | None = None
     """All layers together, over the segment."""
@@ -113,6 +147,14 @@ class RunView:
     """Load of the latest ``EDGE`` of the run's steps."""
     load_start: ModelLoad | None = None
     load_end: ModelLoad | None = None
+    experts_before: tuple[LayerLoad, ...] = ()
+    """Load in a pass over rows of the user's before the first step; of an earlier segment in a resumed run."""
+    experts_after: tuple[LayerLoad, ...] = ()
+    """Load in a pass over those rows after the last step."""
+    load_before: ModelLoad | None = None
+    load_after: ModelLoad | None = None
+    rows_before: int | None = None
+    rows_after: int | None = None
     layers: tuple[LayerTime, ...] = ()
     """Mean time per layer and kind, per micro-batch, from the sampled steps."""
     kernels: r.Kernels | None = None
@@ -124,14 +166,16 @@ class RunView:
     notices: tuple[r.Notice, ...] = ()
     micro: tuple[r.MicroBatch, ...] = ()
     """An even sample of the segment's micro-batches, the first step's left out."""
+    parts: PartView = PartView()
+    """What phases and experts took, step by step, against slots."""
     rest_s: tuple[float, ...] = ()
     """What sampled steps took besides their micro-batches."""
     accumulation: float | None = None
     """Mean number of micro-batches in a step."""
     mean_evaluation_s: float | None = None
     mean_save_s: float | None = None
-    memory_points: tuple[tuple[int, int, int], ...] = ()
-    """(most slots of a micro-batch so far, peak allocated bytes so far, bytes allocated between steps)."""
+    filling: MemoryView = field(default_factory=MemoryView)
+    """What fills memory, and how its peak goes with the slots of a micro-batch."""
     self_share: float | None = None
     """What ft-insight itself took, as a fraction of the steps' wall time."""
     skipped_steps: int = 0
@@ -141,6 +185,23 @@ class RunView:
     malformed_lines: int = 0
 
     @property
+    def load_change(self) -> LoadChange | None:
+        """What the run did to the load of the experts: on the same rows where they were shown before and after it."""
+        if self.same_rows:
+            return LoadChange(
+                self.experts_before, self.experts_after, self.load_before, self.load_after, self.rows_after
+            )
+        if self.experts_start:
+            return LoadChange(self.experts_start, self.experts_end, self.load_start, self.load_end)
+        return None
+
+    @property
+    def same_rows(self) -> bool:
+        """There were passes before and after the run, and over the same rows, as far as their tokens tell."""
+        before, after = ({load.layer: load.tokens for load in x} for x in (self.experts_before, self.experts_after))
+        return bool(before) and before == after and self.rows_before == self.rows_after
+
+    @property
     def title(self) -> str:
         """Short name of the run: its model and method."""
         if self.header is None:
@@ -148,7 +209,8 @@ class RunView:
         train = self.header.train
         method = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}.get(train.method, train.method)
         rank = f" r{train.lora_rank}" if train.lora_rank else ""
-        return f"{self.header.model.name} {method}{rank}"
+        purpose = f" {self.header.purpose}" if self.header.purpose else ""
+        return f"{self.header.model.name} {method}{rank}{purpose}"
 
     @property
     def device(self) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from ft_insight import units
+from ft_insight.estimate.memory import room_here
 from ft_insight.layer_times import MOE_KINDS, KindTime, by_kind
+from ft_insight.memory_words import room_text
 from ft_insight.records import Projection
 from ft_insight.run_view import RunView
 from ft_insight.verdict import findings
@@ -20,6 +22,7 @@ def summary_lines(view: RunView, path: str | None = None) -> list[str]:
     lines += _row("experts", _experts(view))
     lines += _row("throughput", _throughput(view))
     lines += _row("fit", fit_text(view.fit) if view.fit else None)
+    lines += _row("room", _room(view))
     lines += [line for f in findings(view)[:3] for line in _row("next", clean(f.text, 300) if f.step else None)]
     lines += _row("whole job", _job(view.projection))
     lines += _row("cost of this", _own_cost(view))
@@ -38,7 +41,7 @@ def _where(view: RunView) -> str | None:
     text = shares(view.phases)
     if view.idle_at_most is not None:
         text += f"  (the GPU idle at most {units.share(view.idle_at_most)})"
-    apart = shares(tuple(p for p in view.outside if p.name in ("evaluation", "saving")))
+    apart = shares(tuple(p for p in view.outside if p.name in ("baseline", "evaluation", "saving")))
     return f"{text}  (of the run: {apart})" if apart else text
 
 
@@ -60,10 +63,15 @@ def _experts(view: RunView) -> str | None:
     if not view.experts:
         return None
     worst = max(view.experts, key=lambda load: load.max_over_mean)
-    return (
+    text = (
         f"{clean(worst.layer)}: expert {worst.worst} takes {units.share(max(worst.shares))} of tokens "
         f"(even: {units.share(worst.ideal)}), the most uneven of {len(view.experts)} layers"
     )
+    change = view.load_change
+    if change is None or change.rows is None or change.model_start is None or change.model_end is None:
+        return text
+    before, after = (units.significant(load.variance_n) for load in (change.model_start, change.model_end))
+    return f"{text}; variance {before} -> {after} on {change.basis}"
 
 
 def _throughput(view: RunView) -> str | None:
@@ -75,6 +83,11 @@ def _throughput(view: RunView) -> str | None:
     if padding is not None:
         text += f" (slots {units.rate(rates.slots_per_s)}: {units.share(padding)} padding)"
     return text
+
+
+def _room(view: RunView) -> str | None:
+    found = room_here(view)
+    return None if isinstance(found, str) else room_text(found)
 
 
 def _job(projection: Projection | None) -> str | None:

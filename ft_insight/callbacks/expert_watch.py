@@ -48,6 +48,17 @@ class ExpertWatch:
         for flush in ready:
             put(_record(flush, step, t_s))
 
+    def take_pass(self, mode: str, step: int, t_s: float) -> Experts | None:
+        """Return what was counted in a mode of its own; None if no router was heard. The device must have done it."""
+        flush = self.counter.take(mode) if self.counter is not None else None
+        return None if flush is None else _record(flush, step, t_s)
+
+    def forget(self, mode: str) -> None:
+        """Drop what was counted in this mode and count nothing until the model is called again."""
+        if self.counter is not None:
+            self.counter.take(mode)
+            self.counter.begin_forward(None, None)
+
     def finish(self, put: Callable[[Experts], None], step: int, t_s: float) -> None:
         """Put all that is left. The device must have done all its work."""
         rest = self.counter.flush() if self.counter is not None else []

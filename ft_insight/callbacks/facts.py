@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import platform
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from ft_insight.callbacks.gpu_identity import cuda_devices
 from ft_insight.records import DatasetFacts, Device, ModelFacts, TrainFacts
 
 T = TypeVar("T")
@@ -182,7 +183,7 @@ def dataset_facts(dataset: Any, args: Any) -> DatasetFacts:
         return _with_lengths(len(lengths), unit, lengths, "all rows")
     if "input_ids" not in columns:
         return DatasetFacts(queries=size, query_unit=unit)
-    lengths = attempt(lambda: _arrow_lengths(dataset)) or []
+    lengths = attempt(lambda: arrow_lengths(dataset)) or []
     source = "all rows"
     if len(lengths) != size:
         indices = range(0, size, max(1, size // SAMPLED_ROWS))
@@ -191,7 +192,7 @@ def dataset_facts(dataset: Any, args: Any) -> DatasetFacts:
     return _with_lengths(size, unit, lengths, source)
 
 
-def _arrow_lengths(dataset: Any) -> list[int]:
+def arrow_lengths(dataset: Any) -> list[int]:
     """Read list lengths from Arrow's offsets: milliseconds for millions of rows."""
     import pyarrow.compute as compute
 
@@ -227,27 +228,10 @@ def devices(args: Any, model: nn.Module) -> tuple[Device, ...]:
     device = attempt(lambda: torch.device(args.device)) or torch.device("cpu")
     if device.type != "cuda":
         return (Device(kind=device.type, name=_processor(), threads=torch.get_num_threads()),)
-    found = attempt(lambda: sorted(_cuda_indices(device, model))) or []
-    return tuple(d for d in (attempt(lambda i=i: _cuda_device(i)) for i in found) if d is not None)  # type: ignore[misc]
-
-
-def _cuda_indices(device: torch.device, model: nn.Module) -> Iterable[int]:
-    indices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    indices.add(device.index if device.index is not None else torch.cuda.current_device())
-    return {i for i in indices if i is not None}
-
-
-def _cuda_device(index: int) -> Device:
-    facts = torch.cuda.get_device_properties(index)
-    return Device(
-        kind="cuda",
-        name=facts.name,
-        index=index,
-        uuid=attempt(lambda: str(facts.uuid)),
-        memory_bytes=facts.total_memory,
-        sm_count=facts.multi_processor_count,
-        capability=f"{facts.major}.{facts.minor}",
-    )
+    # the trainer spreads a batch over all GPUs that it sees, but not for a quantised model
+    quantised = any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
+    replicas = 1 if quantised else getattr(args, "n_gpu", 1)
+    return attempt(lambda: cuda_devices(device, model, replicas)) or ()
 
 
 def _processor() -> str:

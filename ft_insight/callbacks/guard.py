@@ -32,6 +32,11 @@ class Guard:
         self.spent_s = 0.0
         """Host seconds spent inside, so far."""
 
+    @property
+    def inside(self) -> bool:
+        """A body of ft-insight's own is running."""
+        return self._depth > 0
+
     def is_off(self, collector: str) -> bool:
         """Tell whether a collector has failed, or was turned off."""
         return collector in self._off

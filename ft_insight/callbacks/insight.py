@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from ft_insight.callbacks.baseline import AFTER, BEFORE, check_source
 from ft_insight.callbacks.guard import FtInsightWarning
 from ft_insight.callbacks.kernel_watch import DEFAULT_STEP
 from ft_insight.callbacks.session import Options, Session, find_trainer
@@ -34,12 +35,13 @@ class FtInsightCallback(TrainerCallback):  # type: ignore[misc]
     step       phases in seconds, micro-batches (queries, slots, real and loss tokens), memory
     span       evaluations and saves
     logs       loss, gradient norm, learning rate and all else that the trainer logs
-    experts    tokens per expert and layer
+    experts    tokens per expert and layer, of training, of evaluations, and of ``before``
     layers     time per layer and kind of layer, on sampled steps
     kernels    operators and kernels of one step by role, on request
-    gpu        NVML readings, twice a second
+    gpu        what the driver tells of this process's GPUs, and its CPU time, twice a second
     fit        step time against slots, at the end
     projection hours and dollars of the whole job, here and on other GPUs
+    tried      of a sweep: batches of the longest rows, and whether they fit
     ========== ===========================================================================================
 
     Nothing that goes wrong in here reaches the training: it becomes one warning and a notice in the log.
@@ -55,10 +57,15 @@ class FtInsightCallback(TrainerCallback):  # type: ignore[misc]
         kernels: Record one step with torch's profiler and tell its kernels by role: True for an early step, a number
             for that step of the run. The step itself takes longer, and counts in no rate.
         trace: Keep that step's chrome trace beside the log.
+        before: Rows that the model is shown before the first step and again after the last, to tell what
+            fine-tuning did to the load of its experts: a data set, a list of rows, or a ``.json`` or ``.jsonl``
+            file, raw or tokenised as the trainer takes them, of which at most 1,000 rows count. It costs two
+            forward passes over them in batches of ``per_device_eval_batch_size``; weights, random numbers and
+            losses stay what they are without. It is off where ranks hold parts of one another's weights.
 
     Raises:
-        ValueError: If ``price`` is not a number of 0 or more, or ``layers_every`` or ``kernels`` not such a whole
-            number.
+        ValueError: If ``price`` is not a number of 0 or more, ``layers_every`` or ``kernels`` not such a whole
+            number, or ``before`` neither rows nor such a file.
     """
 
     def __init__(
@@ -68,6 +75,7 @@ class FtInsightCallback(TrainerCallback):  # type: ignore[misc]
         layers_every: int | None = None,
         kernels: bool | int = False,
         trace: bool = False,
+        before: Any = None,
     ) -> None:
         if price is not None and not (isinstance(price, int | float) and math.isfinite(price) and price >= 0):
             raise ValueError(f"price must be US dollars per hour, 0 or more, not {price!r}")
@@ -75,8 +83,10 @@ class FtInsightCallback(TrainerCallback):  # type: ignore[misc]
             raise ValueError(f"layers_every must be a whole number of steps, 0 or more, not {layers_every!r}")
         if not isinstance(kernels, int) or kernels < 0:
             raise ValueError(f"kernels must be True, False or the number of a step, not {kernels!r}")
+        if before is not None:
+            check_source(before)
         at = DEFAULT_STEP if kernels is True else int(kernels)
-        self._options = Options(os.fspath(path) if path is not None else None, price, layers_every, at, trace)
+        self._options = Options(os.fspath(path) if path is not None else None, price, layers_every, at, trace, before)
         self._session: Session | None = None
         self._trainer: weakref.ref[Any] | None = None
 
@@ -95,8 +105,9 @@ class FtInsightCallback(TrainerCallback):  # type: ignore[misc]
         self._session = session
         trainer = find_trainer()
         self._trainer = weakref.ref(trainer) if trainer is not None else None
-        if session.rank == 0 and session.place is not None:
+        if session.rank == 0 and session.place is not None and session.options.study is None:
             _say([f"ft-insight  recording to {_short(session.place.path)}"])
+        session.look(BEFORE)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Keep what the trainer logs."""
@@ -108,8 +119,9 @@ class FtInsightCallback(TrainerCallback):  # type: ignore[misc]
         session, self._session = self._session, None
         if session is None:
             return
+        session.look(AFTER)
         session.guard.run("end", session.end, "completed")
-        if session.rank == 0:
+        if session.rank == 0 and session.options.study is None:
             session.guard.run("summary", _summarise, session)
 
     def _leave_earlier(self, args: Any, state: Any) -> Any:

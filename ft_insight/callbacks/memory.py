@@ -17,6 +17,17 @@ class MemoryReader:
         self._process = psutil.Process()
         device = getattr(args, "device", None)
         self._device = device if getattr(device, "type", None) == "cuda" else None
+        self._foreign: dict[str, int] = {}
+
+    def peaks(self) -> dict[str, int]:
+        """Return the allocator's peaks so far, in bytes, by their names in its statistics; {} without a device."""
+        stats = torch.cuda.memory_stats(self._device) if self._device is not None else {}
+        return {name: stats[name] for name in ("allocated_bytes.all.peak", "reserved_bytes.all.peak") if name in stats}
+
+    def disregard_since(self, earlier: dict[str, int]) -> None:
+        """Peaks that rose since were none of training: they are unknown until training has passed them."""
+        now = self.peaks()
+        self._foreign = {name: now[name] for name, peak in earlier.items() if now.get(name, 0) > peak}
 
     def read(self) -> Memory:
         """Return the figures of now, in bytes."""
@@ -24,6 +35,7 @@ class MemoryReader:
         if self._device is None:
             return Memory(rss_bytes=rss)
         stats = torch.cuda.memory_stats(self._device)
+        stats = {name: value for name, value in stats.items() if value > self._foreign.get(name, -1)}
         return Memory(
             allocated_bytes=stats.get("allocated_bytes.all.current"),
             reserved_bytes=stats.get("reserved_bytes.all.current"),

@@ -21,9 +21,14 @@ from ft_insight.callbacks.guard import Guard
 from ft_insight.callbacks.kernel_watch import KernelWatch
 from ft_insight.callbacks.layer_watch import LayerWatch, Look
 from ft_insight.callbacks.memory import MemoryReader
+from ft_insight.callbacks.memory_watch import MemoryWatch
+from ft_insight.callbacks.oom import is_out_of_memory, out_of_memory
 from ft_insight.callbacks.output import Output
 from ft_insight.callbacks.phases import ClosedStep, Ledger, StepTimes
 from ft_insight.callbacks.routers import Flush
+
+BASELINE = "baseline"
+"""Kind of the span of a pass over rows of the user's before or after the run."""
 
 
 @dataclass
@@ -38,6 +43,7 @@ class StepFacts:
     experts: list[Flush] = field(default_factory=list)
     look: Look | None = None
     profiled: bool | None = None
+    other_batch: int | None = None
 
 
 class Observer:
@@ -50,9 +56,12 @@ class Observer:
         self.experts: ExpertWatch | None = None
         self.layers: LayerWatch | None = None
         self.kernels: KernelWatch | None = None
+        self.memory: MemoryWatch | None = None
         self.pad_token_id: int | None = None
         self.step_was_skipped: Callable[[], bool] = bool
         """Tells whether the gradient scaler has skipped the optimizer."""
+        self.other_batch: Callable[[], int | None] = lambda: None
+        """In a sweep, tells the batch size of a step where it is not the header's."""
         self.seams = 0
         """How many of the trainer's calls that are watched are on the stack."""
         self._memory = memory
@@ -62,6 +71,11 @@ class Observer:
         self._outside: list[str] = []
         self._opened_s = 0.0
         self._in_forward = False
+        self._told_error = 0
+        self.would_have_fitted: Callable[[r.OutOfMemory], r.OutOfMemory] = lambda record: record
+        """Adds to a record of a failure the largest batch that would have fitted, by what was measured before."""
+        self._passing: str | None = None
+        self._peaks: dict[str, int] = {}
 
     def finish(self) -> dict[str, float]:
         """Training is over: tell all that is still to be told; return the seconds since the last step, by kind."""
@@ -84,6 +98,8 @@ class Observer:
         """Take the layers' hooks out of the model."""
         if self.layers is not None:
             self.layers.timer.remove()
+        if self.memory is not None:
+            self.guard.run("clean-up", self.memory.let_go)
         if self.kernels is not None:
             # under a name of its own: it must run also when the collector has failed and is off
             self.guard.run("clean-up", self.kernels.let_go)
@@ -94,6 +110,29 @@ class Observer:
             return self.guard.run("layers", getattr(self.layers.timer, method), *args)
         return None
 
+    def _remember(self, method: str, *args: Any) -> Any:
+        """Tell the memory watch of something, behind the guard."""
+        if self.memory is not None:
+            return self.guard.run("memory", getattr(self.memory, method), *args)
+        return None
+
+    def failed(self, error: BaseException) -> None:
+        """An exception leaves one of the trainer's calls; what it says of memory is told, once, where it comes up."""
+        if is_out_of_memory(error) and id(error) != self._told_error:
+            self._told_error = id(error)
+            self.guard.run("memory", self._tell_out_of_memory, error)
+        if self.memory is not None:
+            # whoever catches it trains on
+            self.guard.run("clean-up", self.memory.let_go)
+
+    def _tell_out_of_memory(self, error: BaseException) -> None:
+        if self.memory is None:
+            return
+        shape = self._shapes[-1] if self._shapes and self.ledger.in_step else Shape()
+        step, t_s = self.output.step + 1, round(self.output.clock(), 3)
+        record = out_of_memory(error, self.memory, self.ledger.bucket, step, t_s, (shape.rows, shape.slots))
+        self.output.put(self.would_have_fitted(record))
+
     # steps
 
     def data_requested(self) -> None:
@@ -103,12 +142,16 @@ class Observer:
         recorded = self.kernels is not None and self.guard.run("kernels", self.kernels.step_begins)
         if self.layers is not None and not recorded:  # one close look at a time
             self.guard.run("layers", self.layers.step_begins)
+        if self.memory is not None:
+            timed = self.layers is not None and self.layers.timer.installed
+            self.guard.run("memory", self.memory.step_begins, free=not recorded and not timed)
         self.ledger.open_step()
         self.ledger.enter("data_wait")
 
     def data_arrived(self, batches: int) -> None:
         """They are there; none are at the end of an epoch that is shorter than announced."""
         self.ledger.leave()
+        self._remember("expect", batches)
         if batches == 0:
             self.ledger.drop_step()
             self.let_go()
@@ -119,10 +162,14 @@ class Observer:
             self.ledger.begin_micro(len(self._shapes))
             self._shapes.append(self.guard.run("batches", measure, inputs, self.pad_token_id) or Shape())
             self._look("micro_begins")
+            self._remember("micro_begins", inputs, self._shapes[-1].slots)
         return self.ledger.depth
 
     def micro_ends(self, depth: int) -> None:
         """It was computed, or failed."""
+        self._remember("micro_ends")
+        if self.memory is not None and self.guard.is_off("memory"):
+            self.guard.run("clean-up", self.memory.let_go)
         self._in_forward = False
         self.ledger.unwind(depth)
         if self.ledger.in_step:
@@ -132,6 +179,7 @@ class Observer:
 
     def backward_begins(self) -> None:
         """Autograd starts on a micro-batch."""
+        self._remember("backward_begins")
         self.ledger.enter("backward")
         self._look("mark", "backward")
 
@@ -162,10 +210,14 @@ class Observer:
             step=state.global_step,
             epoch=state.epoch,
             shapes=self._shapes,
-            memory=self.guard.run("memory", self._memory.read),
+            memory=self._memory_at_end(),
             skipped=True if self.step_was_skipped() else None,
+            other_batch=self.other_batch(),
         )
         self._shapes = []
+        filled = self._remember("take", known.step, round(self.output.clock(), 3), known.memory)
+        if filled is not None:
+            self.output.put(filled)
         now = self.ledger.clock.now()
         if self.experts is not None:
             known.experts = self.guard.run("experts", self.experts.take, now) or []
@@ -178,6 +230,10 @@ class Observer:
         self.ledger.close_step(spent - self._spent_s, known)
         self._spent_s = spent
 
+    def _memory_at_end(self) -> r.Memory | None:
+        memory = self.guard.run("memory", self._memory.read)
+        return self._remember("step_ends", memory) or memory
+
     def _on_step(self, step: ClosedStep, times: StepTimes) -> None:
         known: StepFacts = step.facts  # type: ignore[assignment]
         micro = []
@@ -185,7 +241,8 @@ class Observer:
             compute = times.micro_s.get(index)
             counts = shape.resolved(arrived=times.confirmed)
             self._count_queries(counts["queries"])
-            micro.append(r.MicroBatch(**counts, compute_s=None if compute is None else round(compute, 7)))
+            begin = times.micro_begin_s.get(index)
+            micro.append(r.MicroBatch(**counts, compute_s=_round(compute), begin_s=_round(begin)))
         self.output.put(
             r.Step(
                 step=known.step,
@@ -194,13 +251,16 @@ class Observer:
                 phases_s=rounded(times.phases_s),
                 clock=times.clock,
                 host_phases_s=rounded(times.host_s) if times.clock != "host" else None,
-                idle_at_most_s=None if times.idle_at_most_s is None else round(times.idle_at_most_s, 7),
+                idle_at_most_s=_round(times.idle_at_most_s),
+                optimizer_begin_s=_round(times.optimizer_begin_s),
+                lag_s=_round(times.lag_s),
                 before_s=rounded(step.before_s),
                 micro=tuple(micro),
                 epoch=None if known.epoch is None else round(known.epoch, 5),
                 memory=known.memory,
                 skipped=known.skipped,
                 profiled=known.profiled,
+                other_batch=known.other_batch,
                 self_s=round(step.self_s, 7),
             )
         )
@@ -229,10 +289,12 @@ class Observer:
         grad = torch.is_grad_enabled()
         training = self.ledger.in_step and module.training and grad
         mode = "train" if training else "evaluation" if "evaluation" in self._outside and not module.training else None
+        mode = self._passing or mode
         if self.experts is not None:
             self.guard.run("experts", self.experts.forward_begins, mode, arguments.get("attention_mask"))
         self._in_forward = training
         if training:
+            self._remember("forward_begins")
             self.ledger.enter("forward")
             self._look("mark", "forward")
 
@@ -249,6 +311,35 @@ class Observer:
             self.experts.counter.count(index, output)
 
     # outside of steps
+
+    def pass_begins(self, mode: str) -> None:
+        """The model is about to be shown rows that are neither training's nor an evaluation's."""
+        self._peaks = self._memory.peaks()
+        self._passing = mode
+        self.outside_begins(BASELINE)
+
+    def put_pass(self, mode: str, queries: int) -> None:
+        """All rows of a pass were shown: put what the experts took of them."""
+        if self.experts is None:
+            return
+        self.ledger.clock.wait()
+        record = self.experts.take_pass(mode, self.output.step, round(self.output.clock(), 3))
+        if record is not None:
+            self.output.put(msgspec.structs.replace(record, queries=queries))
+        elif queries:
+            self.output.notice(BASELINE, "no router was called: what the experts took is unknown", off=True)
+
+    def pass_ends(self, mode: str) -> None:
+        """It is over, or failed: no more is counted for it."""
+        self._passing = None
+        if self.experts is not None:
+            self.experts.forget(mode)
+        self._memory.disregard_since(self._peaks)
+        self.outside_ends(BASELINE, True, self.output.step)
+
+    def forget_spent(self) -> None:
+        """What was spent up to now has a span of its own: it is none of the next step's."""
+        self._spent_s = self.guard.spent_s
 
     def outside_begins(self, kind: str) -> bool:
         """An evaluation, a save or logging begins; False if it is part of another one."""
@@ -288,3 +379,7 @@ class Observer:
 def rounded(seconds: dict[str, float]) -> dict[str, float]:
     """Round to a tenth of a microsecond, below which no clock here tells anything."""
     return {name: round(value, 7) for name, value in seconds.items()}
+
+
+def _round(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 7)

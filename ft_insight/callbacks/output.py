@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import Any
 
 from ft_insight.callbacks.gpu import GpuSampler
-from ft_insight.records import Device, End, Gpu, GpuSample, Notice, Record
+from ft_insight.records import Device, End, Gpu, GpuSample, HostSample, Notice, Record
 from ft_insight.run import RunState
 from ft_insight.runlog import LogWriter
 
@@ -58,21 +58,26 @@ class Output:
         """Log something that the reader should know."""
         self.put(Notice(t_s=round(self.clock(), 3), collector=collector, text=text, off=off))
 
-    def start_sampler(self, devices: tuple[Device, ...]) -> None:
-        """Sample this process's GPUs until the end. The thread holds this object weakly."""
+    def start_sampler(self, devices: tuple[Device, ...], *, rocm: bool = False) -> None:
+        """Sample this process and its GPUs until the end. The thread holds this object weakly."""
         me = weakref.ref(self)
+        start_s = self._start_s
 
-        def emit(samples: tuple[GpuSample, ...]) -> None:
+        def clock() -> float:
+            return perf_counter() - start_s
+
+        def put(record: Record) -> None:
             output = me()
-            if output is not None and output.writer is not None:
-                output.writer.put(Gpu(t_s=round(output.clock(), 3), samples=samples))
+            if output is not None and output.writer is not None and not output.closed:
+                output.writer.put(record)
+
+        def emit(samples: tuple[GpuSample, ...], host: HostSample | None, dropped: int) -> None:
+            put(Gpu(t_s=round(clock(), 4), samples=samples, host=host, dropped=dropped))
 
         def tell(text: str, off: bool) -> None:
-            output = me()
-            if output is not None and output.writer is not None:
-                output.writer.put(Notice(t_s=round(output.clock(), 3), collector="gpu", text=text, off=off))
+            put(Notice(t_s=round(clock(), 3), collector="gpu", text=text, off=off))
 
-        self.sampler = GpuSampler(devices, emit, tell, self.pid)
+        self.sampler = GpuSampler(devices, emit, tell, clock, self.pid, rocm=rocm)
         self.sampler.start()
 
     def end(

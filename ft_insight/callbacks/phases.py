@@ -61,6 +61,11 @@ class StepTimes:
     """The same phases by the host's clock: how long it took to ask for the work, or waited."""
     idle_at_most_s: float | None = None
     """Where a device has a clock of its own: how long it can have been without work in this step."""
+    micro_begin_s: dict[int, float] = field(default_factory=dict)
+    """When each micro-batch began, since the step did, by ``clock``."""
+    optimizer_begin_s: float | None = None
+    lag_s: float | None = None
+    """Where a device has a clock of its own: how far it was behind the host when the step began."""
     confirmed: bool = True
     """The device has passed this step, so that what it counted on the way has arrived."""
 
@@ -93,6 +98,11 @@ class Ledger:
     def in_step(self) -> bool:
         """Between a step's first request for data and its end."""
         return self._step is not None
+
+    @property
+    def bucket(self) -> str:
+        """The innermost bucket that is open."""
+        return self._stack[-1]
 
     @property
     def depth(self) -> int:
@@ -204,14 +214,24 @@ def _times(step: ClosedStep, clock: str) -> StepTimes:
     phases: dict[str, float] = {}
     host: dict[str, float] = {}
     micro: dict[int, float] = {}
+    begins: dict[int, float] = {}
+    passed_s, optimizer_s = 0.0, None
+    host_s = [s.host_s for s in step.stretches]
     device_s = _device_seconds(step) if clock != "host" else None
-    for stretch, seconds in zip(step.stretches, device_s or [s.host_s for s in step.stretches], strict=True):
+    for stretch, seconds in zip(step.stretches, device_s or host_s, strict=True):
         host[stretch.bucket] = host.get(stretch.bucket, 0.0) + stretch.host_s
         phases[stretch.bucket] = phases.get(stretch.bucket, 0.0) + seconds
         if stretch.bucket in COMPUTE and stretch.micro >= 0:
             micro[stretch.micro] = micro.get(stretch.micro, 0.0) + seconds
-    idle = None if device_s is None else idle_at_most([s.host_s for s in step.stretches], device_s)
-    return StepTimes(phases, micro, clock, host, idle)
+            begins.setdefault(stretch.micro, passed_s)
+        elif stretch.bucket in ("clip", "optimizer") and optimizer_s is None:
+            optimizer_s = passed_s
+        passed_s += seconds
+    times = StepTimes(phases, micro, clock, host, micro_begin_s=begins, optimizer_begin_s=optimizer_s)
+    if device_s is not None:
+        times.lag_s = least_lag(host_s, device_s)
+        times.idle_at_most_s = idle_at_most(host_s, device_s)
+    return times
 
 
 def _device_seconds(step: ClosedStep) -> list[float]:
@@ -223,17 +243,25 @@ def _device_seconds(step: ClosedStep) -> list[float]:
     return seconds
 
 
+def least_lag(host_s: Sequence[float], device_s: Sequence[float]) -> float:
+    """Return the least seconds that a device can have been behind the host when these stretches began.
+
+    It is never ahead; a trainer waits for its device at least once in each step, where the lag is nothing, and so
+    the least is what it was.
+    """
+    ahead = list(accumulate(h - d for h, d in zip(host_s, device_s, strict=True)))
+    return max(0.0, *ahead) if ahead else 0.0
+
+
 def idle_at_most(host_s: Sequence[float], device_s: Sequence[float]) -> float:
     """Bound from above how long a device had nothing to do, from the same stretches on both timelines.
 
     A device is behind the host by a lag: it passes each mark later than the host set it. Within a stretch it can
     idle only from when it has done all that was asked before the stretch, which is the lag after the stretch began,
     until the host has asked for the last of it, when the stretch ends. The least lag that the distances allow is
-    taken, as it is never negative; a trainer waits for its device at least once in each step, where it is nothing.
-    No synchronisation of our own is needed.
+    taken. No synchronisation of our own is needed.
     """
-    ahead = list(accumulate(h - d for h, d in zip(host_s, device_s, strict=True)))
-    lag = max(0.0, *ahead) if ahead else 0.0
+    lag = least_lag(host_s, device_s)
     idle = 0.0
     for host, device in zip(host_s, device_s, strict=True):
         idle += min(max(0.0, host - lag), device)

@@ -66,7 +66,7 @@ class Handles:
 
 @dataclass(slots=True)
 class Tap:
-    """All places where one router is listened to. Takes a hook as a module does, and puts it at each of them."""
+    """All places where one router is listened to."""
 
     output: nn.Module | None = None
     """Module whose output tells."""
@@ -76,8 +76,8 @@ class Tap:
     """Modules that are each called with the tokens of one expert."""
     _handles: list[Handles] = field(default_factory=list)
 
-    def register_forward_hook(self, hook: Hook) -> Handles:
-        """Call ``hook(module, args, heard)`` for all that is heard."""
+    def listen(self, hook: Hook) -> Handles:
+        """Call ``hook(module, (), heard)`` for all that is heard, at each of the places."""
         handles = Handles()
         if self.output is not None:
             handles.by_source[OUTPUT] = self.output.register_forward_hook(Relay(hook, OUTPUT))

@@ -7,7 +7,6 @@ Counting runs on the device, into one small tensor per layer, and is read once p
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -20,6 +19,7 @@ __all__ = ["Flush", "Router", "RouterCounter", "find_routers", "plain_name"]
 
 BELOW, ABOVE, TOKENS = 0, -2, -1
 """Bins of a layer beside those of its experts: for indices below 0 and beyond the experts, and for tokens."""
+TRAIN = "train"
 
 
 @dataclass(slots=True)
@@ -39,13 +39,6 @@ class Flush:
     """By layer: what its experts were called with, for those that are modules of their own."""
 
 
-@dataclass(slots=True)
-class Listened:
-    """Where the session is to hook a router."""
-
-    module: Any
-
-
 class _Mode:
     """All counts of one mode since the last flush."""
 
@@ -60,8 +53,7 @@ class RouterCounter:
     """Counts for all routers of a model. The session calls ``begin_forward`` before each forward of the root."""
 
     def __init__(self, routers: list[Router]) -> None:
-        self.routers = [Listened(r.tap) for r in routers]
-        self._routers = routers
+        self.routers = routers
         self._mode: str | None = None
         self._mask: torch.Tensor | None = None
         self._padded = False
@@ -71,6 +63,7 @@ class RouterCounter:
         self._all_ones: dict[torch.device, torch.Tensor] = {}
         self._decided: set[int] = set()
         self.calls = 0
+        """Calls of routers in training steps."""
 
     def begin_forward(self, mode: str | None, mask: torch.Tensor | None) -> None:
         """Set what the routers called next are to be counted for; None counts nothing."""
@@ -87,21 +80,21 @@ class RouterCounter:
         # -1 outside of backward: a router called within is being recomputed for a checkpoint
         if mode is None or torch._C._current_graph_task_id() != -1:
             return
-        router = self._routers[index]
+        router = self.routers[index]
         if isinstance(heard.source, int):
             self._rows(mode, index).expert_called(heard)
             return
         chosen = router.choice.read(heard)
         if chosen is None:
             if heard.source == OUTPUT and router.tap.experts:
-                self.calls += 1
+                self.calls += mode == TRAIN
                 self._settle(mode, index)
                 self._rows(mode, index).router_called(heard.value)
             return
         if index not in self._decided:
             self._decided.add(index)
             router.tap.keep(heard.source)
-        self.calls += 1
+        self.calls += mode == TRAIN
         modes = self._of(mode)
         if not self._add(modes.buffers, index, chosen, masked=True):
             modes.padding_counted = True
@@ -112,14 +105,14 @@ class RouterCounter:
     def _rows(self, mode: str, index: int) -> Rows:
         rows = self._of(mode).rows
         if index not in rows:
-            rows[index] = Rows(self._routers[index].experts)
+            rows[index] = Rows(self.routers[index].experts)
         return rows[index]
 
     def _add(self, buffers: dict[int, torch.Tensor], index: int, chosen: torch.Tensor, *, masked: bool) -> bool:
         """Add a choice to a layer's bins; return False if padding could not be told, though there may be some."""
         chosen = chosen.reshape(-1, chosen.shape[-1])
         tokens, k = chosen.shape
-        router = self._routers[index]
+        router = self.routers[index]
         weights, total, told = self._spread(router.masked and masked, tokens, k, chosen.device)
         if index not in buffers:
             buffers[index] = torch.zeros(self._width, dtype=torch.int64, device=chosen.device)
@@ -169,10 +162,14 @@ class RouterCounter:
 
     def flush(self) -> list[Flush]:
         """Take all counts since the last flush, one stacked copy per mode, and begin anew."""
+        flushed = [self.take(mode) for mode in list(self._modes)]
+        return [f for f in flushed if f is not None]
+
+    def take(self, mode: str) -> Flush | None:
+        """Take the counts of one mode alone and begin it anew; None if there are none."""
         self._settle_all()
-        flushed = [f for f in (self._flush(mode, counts) for mode, counts in self._modes.items()) if f is not None]
-        self._modes = {}
-        return flushed
+        counts = self._modes.pop(mode, None)
+        return self._flush(mode, counts) if counts is not None else None
 
     def _flush(self, mode: str, counts: _Mode) -> Flush | None:
         order = sorted({*counts.buffers, *counts.rows})
@@ -182,7 +179,7 @@ class RouterCounter:
         none = torch.zeros(self._width, dtype=torch.int64, device=home)
         listed = [i for i in order if i in counts.rows]
         stack = [counts.buffers.get(i, none) for i in order] + [counts.unmasked.get(i, none) for i in listed]
-        routers = [self._routers[i] for i in order]
+        routers = [self.routers[i] for i in order]
         approximate = any(r.method == APPROXIMATE for r in routers)
         return Flush(
             mode,

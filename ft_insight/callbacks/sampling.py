@@ -15,10 +15,10 @@ HOOK_FACTOR = 2.0
 class Sampling:
     """Decides for each step; ``every`` fixes the interval, None lets the budget decide, 0 looks at none."""
 
-    def __init__(self, every: int | None = None) -> None:
+    def __init__(self, every: int | None = None, first: int = FIRST_STEP) -> None:
         self._fixed = every
         self.interval = FIRST_INTERVAL if every is None else every
-        self._next = FIRST_STEP if every is None else 1
+        self._next = first if every is None else 1
         self._step = 0
 
     def due(self) -> bool:

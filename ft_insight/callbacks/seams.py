@@ -15,6 +15,7 @@ from torch import nn
 
 from ft_insight.callbacks.guard import CheckpointSeam, Hook, Patch
 from ft_insight.callbacks.layers import in_backward
+from ft_insight.callbacks.router_adapters import Tap
 
 if TYPE_CHECKING:
     from ft_insight.callbacks.observer import Observer
@@ -72,13 +73,13 @@ class Seams:
                 setattr(module, CHECKPOINT, seam)
                 self._checkpoints.append((weakref.ref(module), seam))
 
-    def hook_router(self, observer: Observer, index: int, module: nn.Module) -> None:
+    def hook_router(self, observer: Observer, index: int, tap: Tap) -> None:
         """Hear of every choice of one router."""
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             observer.router_chose(index, output)
 
-        self._handles.append(module.register_forward_hook(Hook(observer.guard, "experts", after)))
+        self._handles.append(tap.listen(Hook(observer.guard, "experts", after)))
 
     def remove(self) -> None:
         """Let go of everything."""
@@ -129,6 +130,7 @@ def _watched(observer: Observer, abort: Abort, call: Call) -> Call:
         try:
             return call(*args, **kwargs)
         except BaseException as error:
+            observer.failed(error)
             guard.run("ledger", ledger.unwind, depth)
             if observer.seams == 1:
                 guard.run("end", abort, error)

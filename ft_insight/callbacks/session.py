@@ -7,14 +7,17 @@ import inspect
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+import torch
 from torch import nn
 
 from ft_insight import records as r
 from ft_insight.callbacks import facts, place, seams
+from ft_insight.callbacks.baseline import AFTER, Baseline, cannot_look
 from ft_insight.callbacks.clock import CudaClock, HostClock
 from ft_insight.callbacks.expert_watch import ExpertWatch
 from ft_insight.callbacks.guard import FtInsightWarning, Guard
@@ -22,10 +25,23 @@ from ft_insight.callbacks.kernel_watch import KernelWatch, trace_path
 from ft_insight.callbacks.kernels import KernelWindow
 from ft_insight.callbacks.layer_watch import LayerWatch, can_time
 from ft_insight.callbacks.memory import MemoryReader
+from ft_insight.callbacks.memory_watch import MemoryWatch
 from ft_insight.callbacks.modules import find_parts
 from ft_insight.callbacks.observer import Observer, rounded
+from ft_insight.callbacks.oom import is_out_of_memory
 from ft_insight.callbacks.output import Output
 from ft_insight.catalog import gpu_for_device
+
+
+@dataclass(frozen=True)
+class Study:
+    """Steps that are done to measure, not to train."""
+
+    purpose: str
+    """``sweep`` or ``probe``."""
+    job: r.TrainFacts
+    """What the job is set to do whose trainer this is."""
+    tried: tuple[r.Tried, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -38,6 +54,9 @@ class Options:
     kernels_at: int = 0
     """Step of the run whose kernels are recorded; 0 is none."""
     trace: bool = False
+    before: Any = None
+    """Rows whose experts are counted before the first step and after the last."""
+    study: Study | None = None
 
 
 class Session:
@@ -51,6 +70,8 @@ class Session:
         self.rank = 0
         self._seams = seams.Seams()
         self._observer: Observer | None = None
+        self._tries_again = False
+        self._baseline: Baseline | None = None
 
     def _collector_failed(self, collector: str, reason: str) -> None:
         self.output.notice(collector, f"off: {reason}", off=True)
@@ -74,26 +95,36 @@ class Session:
                 | {"run_id": self.place.run_id, "segment": self.place.segment}
             )
         )
+        for tried in self.options.study.tried if self.options.study is not None else ():
+            self.output.put(tried)
         observer = Observer(self.output, self.guard, _clock_for(args, model), MemoryReader(args))
         self._observer = observer
         observer.pad_token_id = _pad_token_id(trainer, model)
         observer.experts = self.guard.run("experts", self._watch_experts, observer, model, header)
         observer.layers = self.guard.run("layers", self._watch_layers, observer, model, header)
         observer.kernels = self.guard.run("kernels", self._watch_kernels, model, header)
-        self.guard.run("gpu", self.output.start_sampler, header.devices)
+        observer.memory = self.guard.run("memory", self._watch_memory, trainer, args, model, header)
+        observer.would_have_fitted = self._would_have_fitted
+        self._tries_again = bool(getattr(args, "auto_find_batch_size", False)) and (header.train.batch or 0) > 1
+        self.guard.run("gpu", self.output.start_sampler, header.devices, rocm=torch.version.hip is not None)
         if trainer is None:
             self.output.notice("ledger", "no trainer found on the stack: step times are off", off=True)
             self.guard.turn_off("ledger")
             return
         accelerator = weakref.ref(trainer.accelerator)
         observer.step_was_skipped = lambda: bool(getattr(accelerator(), "optimizer_step_was_skipped", False))
+        if self.options.study is not None:
+            observer.other_batch = _other_batch(trainer, header.train.batch)
         weakref.finalize(trainer, _abandoned, self.output)
         missing = self._seams.install(observer, self.abort, trainer, model)
         for name in missing:
             self.output.notice("ledger", f"this trainer has no {name}: its time is in 'other'")
+        if self.options.before is not None:
+            self._baseline = self.guard.run("baseline", self._take_baseline, trainer, observer, model, header)
 
     def _header(self, trainer: Any, args: Any, state: Any, model: nn.Module) -> r.Header:
-        train = facts.train_facts(trainer, args, state, model)
+        study = self.options.study
+        train = study.job if study is not None else facts.train_facts(trainer, args, state, model)
         return r.Header(
             schema=r.SCHEMA,
             run_id="",
@@ -112,6 +143,7 @@ class Session:
             versions=facts.versions(),
             data_parallel_size=facts.attempt(lambda: _data_parallel_size(trainer, args)),
             price_usd_per_hour=self.options.price,
+            purpose=study.purpose if study is not None else None,
         )
 
     def _watch_kernels(self, model: nn.Module, header: r.Header) -> KernelWatch | None:
@@ -151,10 +183,28 @@ class Session:
         watch = ExpertWatch(model)
         if watch.counter is not None:
             for index, router in enumerate(watch.counter.routers):
-                self._seams.hook_router(observer, index, router.module)
+                self._seams.hook_router(observer, index, router.tap)
         elif header.model.experts:
             self.output.notice("experts", "this model has experts, but no router of a known kind", off=True)
         return watch
+
+    def _take_baseline(self, trainer: Any, observer: Observer, model: nn.Module, header: r.Header) -> Baseline | None:
+        heard = observer.experts is not None and observer.experts.counter is not None
+        why = cannot_look(model, header.world_size, header.data_parallel_size)
+        if not heard or why is not None:
+            self.output.notice("baseline", why or "no router to count at: before= tells nothing", off=True)
+            return None
+        return Baseline(self.options.before, trainer, model, observer, self.rank, header.world_size)
+
+    def look(self, when: str) -> None:
+        """Show the model the rows of ``before=``, where there are any, ``before`` the run or ``after`` it."""
+        observer = self._observer
+        if self._baseline is None or observer is None:
+            return
+        # a resumed run begins in the middle: what came before is in the segment before
+        if when == AFTER or self.output.step == 0:
+            self.guard.run("baseline", self._baseline.look, when)
+        observer.forget_spent()
 
     def _watch_layers(self, observer: Observer, model: nn.Module, header: r.Header) -> LayerWatch | None:
         if self.options.layers_every == 0:
@@ -166,6 +216,27 @@ class Session:
             self.output.notice("layers", reason, off=True)
             return None
         return LayerWatch(parts, observer.ledger.clock, self.guard, self.options.layers_every)
+
+    def _watch_memory(self, trainer: Any, args: Any, model: nn.Module, header: r.Header) -> MemoryWatch:
+        parts = find_parts(model)
+        placed = set((getattr(model, "hf_device_map", None) or {}).values())
+        reason = can_time(model, parts, compiled=bool(header.train.compiled), devices=len(placed))
+        device = torch.device(args.device)
+        counts = device.type == "cpu" and not header.train.compiled and header.world_size == 1
+        reference = weakref.ref(trainer) if trainer is not None else lambda: None
+        return MemoryWatch(
+            model,
+            parts if reason is None else (),
+            self.guard,
+            device,
+            lambda: getattr(reference(), "optimizer", None),
+            counts=counts,
+        )
+
+    def _would_have_fitted(self, record: r.OutOfMemory) -> r.OutOfMemory:
+        from ft_insight.estimate.memory import would_have_fitted
+
+        return would_have_fitted(self.output.state.view(), record)
 
     def logged(self, state: Any, logs: dict[str, Any]) -> None:
         """The trainer logged some values."""
@@ -185,8 +256,10 @@ class Session:
     # end
 
     def abort(self, error: BaseException) -> None:
-        """Training is about to end with this exception; it goes on its way untouched."""
+        """Training is about to end with this exception, or to be tried anew; it goes on its way untouched."""
         status = "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed"
+        if self._tries_again and is_out_of_memory(error):
+            status = "retried"
         lines = str(error).strip().splitlines()
         self.end(status, f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)
 
@@ -199,7 +272,7 @@ class Session:
         if self.output.closed:
             return
         remaining = observer.finish() if observer is not None else {}
-        last = self._put_estimates if status != "failed" and self.rank == 0 else None
+        last = self._put_estimates if status not in ("failed", "retried") and self.rank == 0 else None
         self.output.end(status, reason, rounded(remaining), last=last)
         self._complain()
 
@@ -227,6 +300,16 @@ def find_trainer() -> Any:
             return owner
         frame = frame.f_back
     return None
+
+
+def _other_batch(trainer: Any, usual: int | None) -> Callable[[], int | None]:
+    reference = weakref.ref(trainer)
+
+    def other_batch() -> int | None:
+        batch = getattr(reference(), "_train_batch_size", None)
+        return None if batch == usual else batch
+
+    return other_batch
 
 
 def _clock_for(args: Any, model: nn.Module) -> HostClock:

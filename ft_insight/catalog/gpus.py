@@ -30,6 +30,11 @@ _VENDOR_WORDS: Final = re.compile(r"(?:nvidia|amd|instinct|geforce|tesla)(?=.)")
 # Reported over marketing memory (GiB per GB): 0.91 with ECC on GDDR6 up to 1.0 on HBM seen by NVML. Outside
 # this the device is a slice or another variant than its name says.
 _PLAUSIBLE_SHARE: Final = (0.88, 1.02)
+_SUSTAINED: Final = {"NVIDIA": 0.8, "AMD": 0.6}
+_SUSTAINED_FP32: Final = {"8.6": 0.5, "8.9": 0.5, "12.0": 0.5, "9.0": 0.75, "10.0": 0.75, "10.3": 0.75}
+_ONE_PIPE: Final = 0.95
+_PCIE_GBS: Final = {"Volta": 16.0, "Turing": 16.0, "Ampere": 32.0, "Ada": 32.0, "Hopper": 64.0, "Blackwell": 64.0}
+# one direction of 16 lanes: generation 3, 4 and 5
 _MAX_SUGGESTIONS: Final = 3
 _SUGGEST_FROM: Final = 60.0  # rapidfuzz ratio, per cent; below it a suggestion is noise
 _SHOWN_NAME_CHARS: Final = 60
@@ -45,9 +50,10 @@ class Gpu(msgspec.Struct, frozen=True):
     Rates are dense TFLOPS (no sparsity), None where not published or not supported in hardware. `memory_gb`
     is what marketing says; `usable_memory_gib` is what torch reports as total memory (GiB, lower end of
     what has been seen, ECC on), None where nobody noted it. `measured_bf16_tflops` is the best matmul rate
-    measured, which can be half the published one. `device_names` are what torch or NVML report for exactly
-    this card, `aliases` what people type. `note` holds what is doubtful about the figures: show it beside
-    them.
+    measured, which can be half the published one. `sustained` is the share of the published matmul rate that a
+    power-capped card keeps up, and `sustained_why` the reason; `nvlink_bridge` says that NVLink joins only pairs
+    of this card. `device_names` are what torch or NVML report for exactly this card, `aliases` what people type.
+    `note` holds what is doubtful about the figures: show it beside them.
     """
 
     name: str
@@ -67,6 +73,9 @@ class Gpu(msgspec.Struct, frozen=True):
     fp8_tflops: float | None = None
     measured_bf16_tflops: float | None = None
     nvlink_gbs: float | None = None
+    nvlink_bridge: bool = False
+    sustained: float | None = None
+    sustained_why: str = ""
     note: str = ""
     device_names: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
@@ -89,6 +98,38 @@ class Gpu(msgspec.Struct, frozen=True):
     def matmul_tflops(self) -> float:
         """Dense TFLOPS that mixed-precision training can use: bf16, or fp16 where the card has no bf16."""
         return self.fp16_tflops if self.bf16_tflops is None else self.bf16_tflops
+
+    @property
+    def sustained_tflops(self) -> float:
+        """Dense 16-bit TFLOPS that training can count on for hours, which power caps keep below the published rate.
+
+        The best rate measured where there is one; else the published rate times ``sustained``, which is 0.8 unless
+        the catalogue says otherwise: the measured NVIDIA cards reach 0.77 to 0.87 of theirs, AMD's 0.51 to 0.62.
+        """
+        if self.measured_bf16_tflops is not None:
+            return self.measured_bf16_tflops
+        return self.matmul_tflops * (self.sustained or _SUSTAINED.get(self.vendor, _SUSTAINED["NVIDIA"]))
+
+    @property
+    def sustained_fp32_tflops(self) -> float:
+        """TFLOPS that matmuls in plain fp32, without tensor cores, can count on.
+
+        Cards with one fp32 pipe per partition keep up nearly all of the published rate. Where the second pipe is
+        shared with integers (compute capability 8.6, 8.9 and 12.x) the published rate counts both, and half of it
+        is reached; Hopper and data-centre Blackwell are held back by power. With these shares the published QLoRA
+        runs that compute in fp32 carry over between A100, H100 and RTX PRO 6000 within 5%.
+        """
+        return self.fp32_tflops * _SUSTAINED_FP32.get(self.compute_capability, _ONE_PIPE)
+
+    @property
+    def link_gbs(self) -> float:
+        """GB/s that one GPU can send to its peers in a ring: NVLink's one direction, or that of its PCIe slot.
+
+        A bridge joins only two cards and is often not fitted, so that a bridged card counts as on PCIe.
+        """
+        if self.nvlink_gbs and not self.nvlink_bridge:
+            return self.nvlink_gbs / 2
+        return _PCIE_GBS.get(self.architecture, _PCIE_GBS["Ampere"])
 
 
 class _Catalogue(msgspec.Struct, frozen=True):

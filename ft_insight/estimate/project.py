@@ -57,7 +57,10 @@ def project(measured: Measured, ask: Ask, t_s: float = 0.0) -> Projection:
     others = (_elsewhere(measured, ask, gpu, count) for gpu, count in asked if gpu.name != here or count != own)
     rows = [_here(measured, ask), *others]
     work = ask.workload
-    return Projection(t_s=t_s, queries=work.queries, epochs=work.epochs, job=work.basis, rows=marked(rows))
+    prices = "; then ".join(book.words() for book in ask.prices)
+    return Projection(
+        t_s=t_s, queries=work.queries, epochs=work.epochs, job=work.basis, prices=prices, rows=marked(rows)
+    )
 
 
 def _at_top_k(measured: Measured, top_k: int | None) -> Measured:

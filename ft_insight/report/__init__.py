@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from ft_insight.estimate.peak_fit import fit_peak
 from ft_insight.reader import Status
 from ft_insight.report.layout import to_markdown, to_text
 from ft_insight.report.sections import report_sections
@@ -30,8 +31,12 @@ def report_data(view: RunView, status: Status) -> dict[str, Any]:
     """Return everything that is known of a run as plain data; null is unmeasured."""
     data: dict[str, Any] = msgspec.to_builtins(view)
     data["status"] = {"kind": status.kind, "text": status.text}
+    peak = fit_peak(view.filling)
+    data["memory_fit"] = None if isinstance(peak, str) else msgspec.to_builtins(peak)
     data["padding_share"] = view.totals.padding_share
     data["findings"] = [msgspec.to_builtins(f) for f in findings(view)]
+    change = view.load_change
+    data["load_change"] = None if change is None else {**msgspec.to_builtins(change), "basis": change.basis}
     for load, layer in zip(view.experts, data["experts"], strict=True):
         layer.update(shares=load.shares, max_over_mean=load.max_over_mean, cv=load.cv, dead=load.dead)
     return data

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ft_insight import units
-from ft_insight.catalog import SNAPSHOT_DATE
 from ft_insight.experts import LayerLoad
 from ft_insight.kernel_table import RoleTime, by_role
 from ft_insight.layer_times import KIND_WORDS, by_kind
 from ft_insight.reader import Status
-from ft_insight.records import Projection, ProjectionRow
+from ft_insight.report.gpu import gpu_sections
+from ft_insight.report.job import projection_sections
 from ft_insight.report.layout import Section
+from ft_insight.report.load import MOST_EXPERT_COLUMNS, change_sections
+from ft_insight.report.memory import memory_parts_section, memory_room_section
 from ft_insight.run_view import RunView
 from ft_insight.verdict import findings
-from ft_insight.words import clean, estimate, fit_text, hours_text, phase_word, reasons, usd_text
+from ft_insight.words import clean, fit_text, phase_word
 
-MOST_EXPERT_COLUMNS = 16
 MOST_KERNEL_ROWS = 20
 
 
@@ -31,7 +32,11 @@ def report_sections(view: RunView, status: Status) -> list[Section]:
         _throughput(view),
         _training(view),
         _experts(view),
+        *_load_change(view),
         _memory(view),
+        memory_parts_section(view),
+        memory_room_section(view),
+        *gpu_sections(view),
         Section("Step time", (fit_text(view.fit),) if view.fit else ()),
         *(projection_sections(view.projection) if view.projection else ()),
         _not_known(view),
@@ -193,12 +198,19 @@ def _experts(view: RunView) -> Section:
             f"variance over expert means, in tokens per query: {units.significant(n)} (by n), "
             f"{units.NA if n1 is None else units.significant(n1)} (by n-1)"
         )
-    if view.load_start is not None and view.load_end is not None:
-        before, latest = view.load_start.variance_n, view.load_end.variance_n
-        after.append(f"from start to end of the run (first and last 5%): variance {before:.3g} -> {latest:.3g}")
+    change = view.load_change
+    if change is not None and change.model_start is not None and change.model_end is not None:
+        before, latest = (units.significant(load.variance_n) for load in (change.model_start, change.model_end))
+        after.append(f"from start to end of the run ({change.basis}): variance {before} -> {latest}")
     if view.expert_padding_counted:
         after.append("padding is counted in: no mask of the right shape was to be had")
     return Section("Tokens per expert", table=(head, *rows), after=tuple(after))
+
+
+def _load_change(view: RunView) -> list[Section]:
+    """Show before and after in full where they were counted on the same rows."""
+    change = view.load_change
+    return change_sections(change, change.basis) if change is not None and change.rows is not None else []
 
 
 def _all_shares(load: LayerLoad, width: int) -> tuple[str, ...]:
@@ -229,48 +241,7 @@ def _memory(view: RunView) -> Section:
                 f"{units.size(memory.allocated_bytes)} between steps"
             )
         lines.append(f"host: {units.size(memory.rss_bytes)} resident")
-    for gpu in view.gpus:
-        latest = gpu.latest
-        lines.append(
-            f"GPU {clean(latest.uuid)}: {units.size(latest.memory_used_bytes)} of "
-            f"{units.size(latest.memory_total_bytes)} in use, a kernel ran "
-            f"{'n/a' if latest.gpu_percent is None else f'{latest.gpu_percent:.0f}%'} of the time, "
-            f"{'n/a' if latest.power_w is None else f'{latest.power_w:.0f} W'}"
-        )
-    return Section("Memory and GPU", tuple(lines))
-
-
-def projection_sections(projection: Projection, *, verbose: bool = False) -> list[Section]:
-    """Return the table of GPUs, the prices it rests on, and what cannot be known."""
-    rows: list[tuple[str, ...]] = [("GPU", "memory", "largest batch", "queries/s", "time", "$/h", "dollars", "basis")]
-    rows += [_projection_row(row) for row in projection.rows]
-    after = [f"intervals 80%; prices: bundled snapshot of {SNAPSHOT_DATE}, all GPUs of the run together"]
-    if verbose:
-        after += [f"{clean(r.gpu)}: {clean(r.price_source)}" for r in projection.rows if r.price_source]
-    else:
-        sources = {clean(r.gpu): clean(r.price_source) for r in projection.rows if r.price_source}
-        after += (
-            [f"{gpu}: {source}" for gpu, source in sources.items()]
-            if len(sources) <= 8
-            else ["the source and date of each price: --verbose"]
-        )
-    return [
-        Section(f"The whole job: {clean(projection.job or 'unknown')}", table=tuple(rows), after=tuple(after)),
-        Section("Not known from this run", tuple(clean(r, 300) for r in reasons(projection))),
-    ]
-
-
-def _projection_row(row: ProjectionRow) -> tuple[str, ...]:
-    return (
-        clean(row.gpu, 40) + (" (here)" if row.here else ""),
-        f"{row.memory_gb:g} GB" if row.memory_gb else units.NA,
-        units.count(row.largest_batch),
-        estimate(row.queries_per_s),
-        hours_text(row.hours),
-        units.NA if row.usd_per_hour is None else f"{row.usd_per_hour:.2f}",
-        usd_text(row.usd),
-        clean(row.basis or "", 60),
-    )
+    return Section("Memory", tuple(lines))
 
 
 def _not_known(view: RunView) -> Section:

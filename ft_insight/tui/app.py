@@ -19,10 +19,13 @@ from ft_insight.tui.follow import Snapshot, Unreadable, follow
 from ft_insight.tui.frame import Frame
 from ft_insight.tui.screens.help import Sheet, help_lines
 from ft_insight.tui.screens.pages import PAGES, Page
+from ft_insight.tui.what_if import AS_IT_WAS, Outlook, outlook, turned
 from ft_insight.tui.widgets.chrome import HeaderBar, KeyBar
 from ft_insight.tui.widgets.expert_page import moved
 from ft_insight.tui.widgets.notices import all_notices
 
+LOOK_S = 5.0
+"""An outlook on a live run is worked out anew at most this often, and only while its tab is open."""
 LINGER_S = 1.5
 """With ``until``, how long the last figures stay on the screen."""
 _TABS = tuple(name for name, *_ in PAGES)
@@ -72,6 +75,13 @@ class WatchApp(App[str]):
             super().__init__()
             self.news = news
 
+    class Looked(Message):
+        """An outlook has been worked out."""
+
+        def __init__(self, found: Outlook) -> None:
+            super().__init__()
+            self.found = found
+
     def __init__(self, path: Path, *, until: Callable[[], bool] | None = None) -> None:
         super().__init__()
         self._path = path
@@ -80,6 +90,7 @@ class WatchApp(App[str]):
         self._stop = threading.Event()
         self._newest: Snapshot | None = None
         self._frame = Frame(path=path)
+        self._looked_at = -LOOK_S
         self._tab = _TABS[0]
 
     def compose(self) -> ComposeResult:
@@ -124,6 +135,31 @@ class WatchApp(App[str]):
         view, status = self._newest.view, self._newest.status
         self._frame = replace(self._frame, view=view, status=status, elapsed_s=self._elapsed(self._newest))
         self._draw()
+        self._look_ahead()
+
+    def _look_ahead(self, *, now: bool = False) -> None:
+        """Work out what the Cost tab shows, in a thread: fits take tenths of a second."""
+        last, view, asked = self._frame.outlook, self._frame.view, self._frame.what_if
+        if self._tab != "cost" or (last is not None and last.view is view and last.asked == asked):
+            return
+        if not now and not self._frame.status.over and time.monotonic() - self._looked_at < LOOK_S:
+            return
+        self._looked_at = time.monotonic()
+        measured = last.measured if last is not None and last.view is view else None
+        self.run_worker(
+            lambda: self.post_message(self.Looked(outlook(view, asked, measured))),
+            thread=True,
+            exclusive=True,
+            group="outlook",
+        )
+
+    def on_watch_app_looked(self, message: Looked) -> None:
+        """Take an outlook in."""
+        self._frame = replace(self._frame, outlook=message.found)
+        self._draw()
+        # keys may have asked for more while it was worked out
+        if message.found.asked != self._frame.what_if:
+            self._look_ahead(now=True)
 
     def _elapsed(self, news: Snapshot) -> float:
         moving = news.status.kind in _MOVING and news.view.header is not None
@@ -167,6 +203,7 @@ class WatchApp(App[str]):
         self.query_one(ContentSwitcher).current = name
         self._draw()
         self.query_one(f"#{name}").focus()
+        self._look_ahead(now=True)
 
     def action_turn(self, by: int) -> None:
         """Open the next tab, or the one before."""
@@ -194,6 +231,18 @@ class WatchApp(App[str]):
         """Select a layer of experts that many rows further down."""
         self._frame = replace(self._frame, layer=moved(self._frame, by))
         self._draw()
+
+    def action_what_if(self, name: str, by: int) -> None:
+        """Turn one value of what the Cost tab is asked a step up or down."""
+        self._frame = replace(self._frame, what_if=turned(self._frame.what_if, name, by, self._frame.outlook))
+        self._draw()
+        self._look_ahead(now=True)
+
+    def action_as_it_was(self) -> None:
+        """Ask for the run as it was again."""
+        self._frame = replace(self._frame, what_if=AS_IT_WAS)
+        self._draw()
+        self._look_ahead(now=True)
 
     def action_help(self) -> None:
         """Show the help."""

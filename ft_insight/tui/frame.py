@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ft_insight.reader import Status
 from ft_insight.run_view import RunView
+from ft_insight.tui.what_if import AS_IT_WAS, Outlook, WhatIf
 
 _WAITING = Status("waiting", "waiting")
 
@@ -27,6 +28,10 @@ class Frame:
     """Experts are shown by the change of their shares since the start of the run."""
     layer: str | None = None
     """The layer of experts that is shown in detail, by its full name; None: the least even one."""
+    what_if: WhatIf = AS_IT_WAS
+    """What the Cost tab is asked."""
+    outlook: Outlook | None = None
+    """What the run says of a what-if, which may be the one before while the newest is being worked out."""
 
     @property
     def waiting(self) -> bool:

@@ -43,7 +43,7 @@ class Collector:
         self.observer: Any = SimpleNamespace(guard=guard, router_chose=self.counter.count)
         self.seams = Seams()
         for index, router in enumerate(self.counter.routers):
-            self.seams.hook_router(self.observer, index, router.module)
+            self.seams.hook_router(self.observer, index, router.tap)
 
     def begin(self, mask: torch.Tensor | None = None, mode: str | None = "train") -> None:
         self.counter.begin_forward(mode, mask)
@@ -91,7 +91,7 @@ def test_counts_equal_what_the_experts_multiply(name: str, implementation: str) 
     collector.begin()
     with truth:
         model(**inputs(name))
-    sources = {str(router.choice.source) for router in collector.counter._routers if router.choice.source}
+    sources = {str(router.choice.source) for router in collector.counter.routers if router.choice.source}
     record = collector.take()
     assert as_lists(record) == truth.rows
     assert sum(map(sum, truth.rows)) > 0
@@ -160,7 +160,7 @@ def test_the_best_logits_would_be_another_choice(name: str) -> None:
     model = build(name)
     collector = Collector(model)
     heard: list[Any] = []
-    for router in collector.counter._routers:
+    for router in collector.counter.routers:
         router.module.register_forward_hook(lambda module, args, output: heard.append(output))
     collector.begin()
     model(**inputs(name))
@@ -297,7 +297,7 @@ def test_indices_that_are_none_of_an_expert_harm_nothing() -> None:
     indices = torch.tensor([[0, -1], [7, 8], [-100, 10**9]])
     collector.counter.count(0, heard(None, None, indices))
     assert collector.take().counts == ((1, 0, 0, 0, 0, 0, 0, 1),)
-    assert gate is collector.counter._routers[0].module
+    assert gate is collector.counter.routers[0].module
 
 
 def test_only_what_belongs_to_a_mode_is_counted() -> None:
@@ -323,7 +323,7 @@ def test_recomputation_is_not_counted(name: str, reentrant: bool) -> None:
     model.enable_input_require_grads()
     truth, collector = ExpertRows(model), Collector(model)
     calls: list[int] = []
-    collector.counter._routers[0].module.register_forward_hook(lambda *_: calls.append(1))
+    collector.counter.routers[0].module.register_forward_hook(lambda *_: calls.append(1))
     collector.begin()
     with truth:
         loss = model(**inputs(name), labels=inputs(name)["input_ids"]).loss

@@ -158,17 +158,18 @@ async def test_every_tab_by_key(log: Path) -> None:
         "n/a: off by default; FtInsightCallback(kernels=True) records one step",
         "layers and experts",
         "torch peak reserved",
+        "what fills memory",
         "the whole job",
     )
     async with WatchApp(log).run_test(size=(120, 40)) as pilot:
         await wait_for(pilot, "step 40 /")
-        for key, text in zip("123456", wanted, strict=True):
+        for key, text in zip("1234567", wanted, strict=True):
             await pilot.press(key)
             await wait_for(pilot, text)
         await pilot.press("right")
         await wait_for(pilot, wanted[0])
         await pilot.press("left")
-        await wait_for(pilot, wanted[5])
+        await wait_for(pilot, wanted[6])
         await pilot.press("tab", "tab")
         await wait_for(pilot, wanted[1])
         await pilot.click("#key-experts")
@@ -231,7 +232,7 @@ async def test_projection_and_fit(log: Path) -> None:
     log.write_bytes(encoded([*run(40), fit, r.Projection(t_s=80, queries=15000, epochs=10, rows=rows)]))
     for size in ((80, 48), (120, 40)):
         async with WatchApp(log).run_test(size=size) as pilot:
-            await pilot.press("6")
+            await pilot.press("7")
             shown = " ".join((await wait_for(pilot, "H100-SXM 80GB")).split())
         assert "the whole job · 15,000 rows x 10 epochs" in shown
         assert "4.90 [4.30-5.50] 8.5 h [7.60-9.60]" in shown
@@ -246,7 +247,7 @@ async def test_reasons_are_said_once(log: Path) -> None:
     rows = tuple(r.ProjectionRow(gpu=name, unknown=why) for name in ("A40", "L40S", "B200"))
     log.write_bytes(encoded([*run(4), r.Projection(t_s=80, queries=15000, epochs=10, rows=rows)]))
     async with WatchApp(log).run_test(size=(120, 40)) as pilot:
-        await pilot.press("6")
+        await pilot.press("7")
         shown = await wait_for(pilot, "n/a: largest batch: no GPU memory was measured")
         assert shown.count("was measured") == 1
         assert "n/a: throughput: no fit" in shown
@@ -354,7 +355,7 @@ async def test_long_name_of_a_layer_leaves_the_finding(log: Path) -> None:
 async def test_cost_before_the_end(log: Path) -> None:
     log.write_bytes(encoded(run(40)))
     async with WatchApp(log).run_test(size=(80, 24)) as pilot:
-        await pilot.press("6")
+        await pilot.press("7")
         await wait_for(pilot, "comes at the end of the run; or: ft-insight project RUN")
 
 
@@ -387,7 +388,7 @@ async def test_missing_gpu_and_dense_model(log: Path) -> None:
         assert "$" not in shown
         await pilot.press("5")
         await wait_for(pilot, "no GPU statistics: no NVIDIA driver")
-        await pilot.press("6")
+        await pilot.press("7")
         await wait_for(pilot, "so far n/a")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from ft_insight import records as r
@@ -147,6 +148,25 @@ async def test_change_of_experts_since_the_start(log: Path, size: tuple[int, int
         assert re.search(r"▸ 1 1.00 → 2.80 0 \+45.0 3 -25.0 +\+45.0 -5.0 -15.0 -25.0 ", shown)
         await pilot.press("c")
         await wait_for(pilot, "share of tokens")
+
+
+def _pass(mode: str, *layers: tuple[int, ...], step: int) -> r.Experts:
+    return msgspec.structs.replace(experts(*layers, step=step, queries=10), mode=mode)
+
+
+async def test_change_on_the_same_rows_before_and_after(log: Path) -> None:
+    # 100 assignments of 10 rows in each pass, which are none of training's, even to the end
+    passes = [_pass("before", EVEN, EVEN, step=0), *GROWN[:1], _pass("after", EVEN, (10, 20, 70, 0), step=1240)]
+    log.write_bytes(_moe(*passes))
+    async with WatchApp(log).run_test(size=(160, 48)) as pilot:
+        await pilot.press("4")
+        shown = _flat(await wait_for(pilot, "layer 0 · after the run · white mark: before it"))
+        assert "the same 10 rows before and after the run" in shown
+        # means of the layers: 17.5, 22.5, 47.5, 12.5 of 25 each, over 10 rows; 0.75² + 0.25² + 2.25² + 1.25² by 4
+        assert "0 → 1.81" in shown
+        await pilot.press("c")
+        shown = _flat(await wait_for(pilot, "change since the start, in points"))
+        assert re.search(r" 1 1.00 → 2.80 2 \+45.0 3 -25.0 +-15.0 -5.0 \+45.0 -25.0 ", shown)
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])

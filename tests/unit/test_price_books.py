@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import zipfile
 from datetime import date
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from gpuhunt._internal import catalog as hunt_catalog
 from gpuhunt._internal import default as hunt_default
 from gpuhunt._internal import storage
+from makers import A40, header, log, steps
 
 from ft_insight.catalog import find_gpu
 from ft_insight.catalog.price_books import (
@@ -184,3 +186,18 @@ def test_each_gpu_of_the_snapshot_is_priced_as_by_its_quote(capsys: pytest.Captu
     assert row.split()[:4] == ["A10G", "1.01", "1.01-1.01", "1"]
     assert main(["prices", "a10g", "--json"]) == 0
     assert find_gpu("a10g").name in capsys.readouterr().out
+
+
+def test_project_takes_ones_own_prices_and_names_where_all_come_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = log(tmp_path / "run.jsonl", [header(devices=(A40,), dataset={"queries": 3600}), *steps(5)])
+    mine = own_file(tmp_path, "gpu,usd_per_gpu_hour\nh100,1.75\n")
+    assert main(["project", str(run), "--gpu", "h100", "a40", "--prices", str(mine), "--json"]) == 0
+    rows = {row["gpu"]: row for row in json.loads(capsys.readouterr().out)["projection"]["rows"]}
+    assert rows["H100-80GB-SXM"]["usd_per_hour"] == 1.75
+    assert rows["A40"]["usd_per_hour"] == pytest.approx(0.43, abs=0.01)  # the snapshot's
+    assert main(["project", str(run), "--gpu", "h100", "--prices", str(mine)]) == 0
+    out = capsys.readouterr().out
+    assert f"{mine} of " in out
+    assert "bundled snapshot of 2026-11-30" in out

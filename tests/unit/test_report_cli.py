@@ -98,13 +98,16 @@ def test_a_report_says_what_was_measured() -> None:
         "70%",
         "2.80",  # max over mean of 70 of 100 over four experts
         "peak 12.0 GiB allocated, 13.0 GiB reserved",
-        "GPU GPU-1: 1.0 GiB of 48.0 GiB",
-        "97% of the time, 250 W",
+        "GPU 0 is GPU-1",
+        "Use of GPU 0 by phase",
         "1,000 rows x 2 epochs",
         "gpu: no GPM on this card",
         "T = 0.100 + 1.00·kslots s a micro-batch",
     ):
         assert part in text, part
+    row = next(line.split() for line in text.splitlines() if "1.0 GiB of 48.0 GiB" in line)
+    assert row[:9] == "0 97% n/a n/a n/a 1.0 GiB of 48.0".split()
+    assert row[10:14] == "250 of n/a W".split()
 
 
 def test_findings_and_what_they_are_worth() -> None:

@@ -112,7 +112,7 @@ def test_curves_stay_bounded_over_50_000_steps() -> None:
         state.fold(r.Gpu(t_s=item.t_s, samples=(r.GpuSample(uuid="u", gpu_percent=50.0),)))
     seen = state.view()
     assert all(len(c) <= 513 for c in seen.curves.values())
-    assert len(seen.gpus[0].gpu_percent) <= 513
+    assert len(seen.gpus[0].curve("gpu_percent")) <= 513
     assert seen.curves["loss"][-1][0] == 50_000
     assert len(seen.micro) <= 4096
 
@@ -180,15 +180,6 @@ def test_nan_is_told_until_the_same_name_is_finite_again() -> None:
     assert view([header(), nan, evaluation]).nonfinite == ("loss",)
     assert view([header(), nan, evaluation, fine]).nonfinite == ()
     assert view([header(), nan]).latest_logs == {"loss": None, "lr": 0.1}
-
-
-def test_memory_points_are_of_the_largest_batch_so_far() -> None:
-    def at(number: int, slots: int, peak: int) -> r.Step:
-        memory = r.Memory(allocated_bytes=100, peak_allocated_bytes=peak)
-        return step(number, float(number), memory=memory, micro=(micro(slots=slots),))
-
-    seen = view([header(), at(1, 50, 500), at(2, 40, 600), at(3, 80, 900), at(4, 30, 900), at(5, 80, 950)])
-    assert seen.memory_points == ((50, 600, 100), (80, 950, 100))
 
 
 def test_a_view_does_not_change_afterwards() -> None:

@@ -14,11 +14,13 @@ from textual.widgets import Static
 from ft_insight.tui.widgets.text import CURVE, STRONG, Cell, table
 
 _KEYS = (
-    ("1-6, ←, →, Tab", "open a tab"),
+    ("1-7, ←, →, Tab", "open a tab"),
     ("↑ ↓ PgUp PgDn", "scroll"),
     ("s", "sort the layers by imbalance (Experts)"),
     ("c", "change since the start instead of load (Experts)"),
     ("↑ ↓ j k", "choose the layer that is shown in detail (Experts)"),
+    ("g e d b t", "what if: GPU, epochs, dollars, batch, top-k (Cost)"),
+    ("G E D B T 0", "the same the other way; 0 as it was (Cost)"),
     ("n", "all notices in full"),
     ("p", "freeze the screen; the log is followed all the same"),
     ("?", "this help; Esc closes it"),

@@ -9,7 +9,19 @@ from textual.binding import Binding, BindingType
 from textual.containers import Container, VerticalScroll
 
 from ft_insight.tui.frame import Frame
-from ft_insight.tui.widgets import costs, expert_page, experts, gpu_page, gpus, kernels, layers, notices, steps, work
+from ft_insight.tui.widgets import (
+    costs,
+    expert_page,
+    experts,
+    gpu_page,
+    gpus,
+    kernels,
+    layers,
+    memory_page,
+    notices,
+    steps,
+    work,
+)
 from ft_insight.tui.widgets.panel import Panel
 
 
@@ -118,16 +130,37 @@ class ExpertsPage(Page):
 
 
 class GpuPage(Page):
-    """The GPUs over time, and all memory figures."""
+    """The GPUs over time, by phase, and what held them back."""
 
     def compose(self) -> ComposeResult:
-        """Lay out the figures and the curves."""
-        yield Panel(gpu_page.memory_table, "memory", tall=True)
-        yield Panel(gpu_page.gpu_lines, gpus.gpu_title, tall=True)
+        """Lay out the one panel that is as high as there are GPUs."""
+        yield Panel(gpu_page.gpu_lines, gpu_page.page_title, tall=True)
+
+
+class MemoryPage(Page):
+    """What fills memory, the room that is left, and how the peak goes with the slots."""
+
+    def compose(self) -> ComposeResult:
+        """Lay out the stack, the room and the curves."""
+        stack, short = memory_page.stack_title, memory_page.short_stack_title
+        yield Panel(memory_page.stack_lines, stack, tall=True, short=short)
+        yield Panel(memory_page.room_lines, "room", tall=True)
+        with Container(classes="pair memory"):
+            yield Panel(memory_page.peak_lines, memory_page.peak_title, classes="curve")
+            yield Panel(memory_page.timeline_lines, memory_page.timeline_title, classes="curve")
 
 
 class CostPage(Page):
-    """Dollars: of this run, of the whole job, and the model behind them."""
+    """Dollars: of this run, of the whole job, and the model behind them. Keys ask what-ifs."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        *(
+            Binding(letter, f"app.what_if('{name}', {by})", name)
+            for key, name in (("g", "gpu"), ("e", "epochs"), ("d", "price"), ("b", "batch"), ("t", "top_k"))
+            for letter, by in ((key, 1), (key.upper(), -1))
+        ),
+        Binding("0", "app.as_it_was", "as it was"),
+    ]
 
     def compose(self) -> ComposeResult:
         """Lay out the three."""
@@ -141,7 +174,8 @@ PAGES: tuple[tuple[str, str, str, type[Page]], ...] = (
     ("time", "Time", "Time", TimePage),
     ("kernels", "Kernels", "Kernels", KernelsPage),
     ("experts", "Experts", "Experts", ExpertsPage),
-    ("gpu", "GPU & memory", "GPU", GpuPage),
+    ("gpu", "GPU", "GPU", GpuPage),
+    ("memory", "Memory", "Mem", MemoryPage),
     ("cost", "Cost", "Cost", CostPage),
 )
 """Name, label, short label and class of every page, in the order of their keys."""

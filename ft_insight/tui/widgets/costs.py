@@ -7,10 +7,13 @@ from collections.abc import Callable
 from rich.text import Text
 
 from ft_insight import units
-from ft_insight.records import Fit, ProjectionRow
+from ft_insight.records import Fit, Projection, ProjectionRow
 from ft_insight.tui.frame import Frame
+from ft_insight.tui.what_if import AS_IT_WAS
+from ft_insight.tui.widgets.cost_curve import batch_chart
 from ft_insight.tui.widgets.plots import Axis, Layer, chart, tick
 from ft_insight.tui.widgets.text import (
+    ATTENTION,
     CURVE,
     MARK,
     QUIET,
@@ -54,7 +57,7 @@ def run_lines(frame: Frame, width: int, height: int) -> list[Text]:
 
 def projection_title(frame: Frame) -> Text:
     """Head the table with the job that it is of."""
-    job = frame.view.projection
+    job = _job(frame)
     if job is None:
         return Text("the whole job")
     size = f"{units.count(job.queries)} rows x {units.NA if job.epochs is None else tick(job.epochs)} epochs"
@@ -63,15 +66,60 @@ def projection_title(frame: Frame) -> Text:
 
 def projection_lines(frame: Frame, width: int, height: int) -> list[Text]:
     """Draw time and dollars of the whole job on every GPU, each estimate with its interval."""
-    job = frame.view.projection
+    job = _job(frame)
+    asked = what_if_lines(frame, width)
     if job is None:
-        return [Text(LATER, QUIET)]
+        refusal = frame.outlook.refusal if frame.outlook else None
+        return [*asked, *wrap(f"{units.NA}: {refusal}" if refusal else LATER, width, QUIET)]
     wide = width >= 104
     body = _wide(job.rows, width) if wide else _narrow(job.rows)
     lines = [cut(line, width) for line in body]
     for text in reasons(job):
         lines += wrap(f"{units.NA}: {clean(text)}", width, QUIET, most=2, indent=2)
-    return [*lines, Text("[ ] 80% interval · ◂ this run's GPU", QUIET)]
+    return [*asked, *lines, *_marks(job, width), Text("[ ] 80% interval · ◂ this run's GPU", QUIET)]
+
+
+def _job(frame: Frame) -> Projection | None:
+    """Return the projection of what is asked now; before anything was asked, the one in the log."""
+    found = frame.outlook
+    if found is None or (found.projection is None and frame.what_if == AS_IT_WAS):
+        return frame.view.projection
+    return found.projection
+
+
+def what_if_lines(frame: Frame, width: int) -> list[Text]:
+    """Say what is asked instead of what the run was, and by which keys."""
+    asked = frame.what_if
+    values = (
+        ("g", "GPU", asked.gpu),
+        ("e", "epochs", None if asked.epochs is None else tick(asked.epochs)),
+        ("d", "dollars/h", None if asked.price is None else f"{asked.price:.2f}"),
+        ("b", "batch", None if asked.batch is None else units.count(asked.batch)),
+        ("t", "top-k", None if asked.top_k is None else units.count(asked.top_k)),
+    )
+    parts = [
+        words((key, f"bold {CURVE}"), f" {name}", (f" {clean(value, 24)}" if value else "", ATTENTION))
+        for key, name, value in values
+    ]
+    back = [words(("0", f"bold {CURVE}"), " as it was")] if asked != AS_IT_WAS else []
+    waiting = frame.outlook is not None and frame.outlook.asked != asked
+    parts[0] = words("working it out: " if waiting else "what if: ", parts[0])
+    return flow([*parts, *back, words("capitals go back")], width)
+
+
+def _marks(job: Projection, width: int) -> list[Text]:
+    """Name the cheapest, the fastest and the best row; on a table's row there is no room for it."""
+    named = [
+        words(f"{mark} ", (clean(_counted(row), 30), STRONG), f", bound by {row.bound_by}" if row.bound_by else "")
+        for mark in ("cheapest", "fastest", "best value")
+        for row in job.rows
+        if mark in row.marks
+    ]
+    return flow(named, width, most=3) if named else []
+
+
+def _counted(row: ProjectionRow) -> str:
+    return f"{row.gpus}x {row.gpu}" if row.gpus and row.gpus > 1 else row.gpu
 
 
 def _wide(rows: tuple[ProjectionRow, ...], width: int) -> list[Text]:
@@ -133,9 +181,12 @@ def _time(triple: Triple | None) -> list[Cell]:
 
 
 def fit_lines(frame: Frame, width: int, height: int) -> list[Text]:
-    """Draw the step-time model with its intervals, and the micro-batches that it was fitted to."""
-    fit = frame.view.fit
+    """Draw the step-time model with its intervals, and throughput by batch, or else the fitted micro-batches."""
+    fit = _fit(frame)
     lines = [Text(LATER, QUIET)] if fit is None else _fit_facts(fit, width)
+    drawn = batch_chart(frame, width, max(8, height - len(lines)))
+    if drawn:
+        return [*lines, *drawn]
     points = tuple(
         (float(m.slots), m.compute_s) for m in frame.view.micro if m.slots is not None and m.compute_s is not None
     )
@@ -150,9 +201,16 @@ def fit_lines(frame: Frame, width: int, height: int) -> list[Text]:
 
 def fit_title(frame: Frame) -> Text:
     """Head the model."""
-    line = frame.view.fit is not None and frame.view.fit.identifiable
-    drawn = (("  ━", MARK), " fit") if line else ()
+    if frame.outlook is not None and frame.outlook.curve:
+        return words(("throughput by batch", ""), " · by the fitted time of a micro-batch")
+    fit = _fit(frame)
+    drawn = (("  ━", MARK), " fit") if fit is not None and fit.identifiable else ()
     return words(("seconds of a micro-batch, by its slots", ""), *drawn)
+
+
+def _fit(frame: Frame) -> Fit | None:
+    """Return the newest fit: that of a live run is worked out while one looks."""
+    return frame.outlook.fit if frame.outlook is not None and frame.outlook.fit is not None else frame.view.fit
 
 
 def _fit_facts(fit: Fit, width: int) -> list[Text]:

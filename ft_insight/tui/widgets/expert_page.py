@@ -9,7 +9,6 @@ from rich.text import Text
 
 from ft_insight import units
 from ft_insight.experts import LayerLoad
-from ft_insight.run import EDGE
 from ft_insight.run_view import RunView
 from ft_insight.tui.frame import Frame
 from ft_insight.tui.widgets.experts import (
@@ -38,7 +37,6 @@ from ft_insight.tui.widgets.text import (
     wrap,
 )
 
-EDGES = f"first and latest {EDGE:.0%} of the steps"
 _RAMP = (
     *("#12161d", "#151e29", "#1a2a3b", "#20374f", "#274663"),
     "#2f5577",  # the even share, give or take a tenth
@@ -47,6 +45,7 @@ _RAMP = (
 _LESS = ("#1b2129", "#20334a", "#28496c", "#356694", "#4a8bc9", "#6cb0f0")
 _MORE = ("#1b2129", "#3d3127", "#654a2d", "#966832", "#cb8535", "#ffa23a")
 _DARK, _LIGHT = "#10151c", "#c9d3de"
+_OF_TRAINING = "of late", "at the start"
 _WIDE = 104
 """Width from which the variance has a panel of its own beside the layer."""
 
@@ -70,9 +69,9 @@ class _Row:
 
 
 def _rows(frame: Frame) -> list[_Row]:
-    view = frame.view
-    start = {load.layer: load for load in view.experts_start}
-    latest = {load.layer: load for load in view.experts_end}
+    view, change = frame.view, frame.view.load_change
+    start = {load.layer: load for load in change.start} if change is not None else {}
+    latest = {load.layer: load for load in change.end} if change is not None else {}
     rows = []
     for name, load in zip(layer_names(view.experts), view.experts, strict=True):
         now, then = latest.get(load.layer, load), start.get(load.layer)
@@ -140,7 +139,7 @@ def heat_lines(frame: Frame, width: int, height: int) -> list[Text]:
         ),
     ]
     part = f"rows {seen[0] + 1} to {seen[-1] + 1} of {len(rows)}" if len(seen) < len(rows) else ""
-    scale = _change_scale(rows, full, most, across) if frame.since_start else _scale(most, across)
+    scale = _change_scale(rows, full, most, across, _basis(view)) if frame.since_start else _scale(most, across)
     return [*facts, *flow([*scale[:1], words(part), *scale[1:]], width, most=1), *beside(left, cells, left_width, 3)]
 
 
@@ -249,7 +248,11 @@ def _scale(most: int, room: int) -> list[Text]:
     ]
 
 
-def _change_scale(rows: Sequence[_Row], full: float, most: int, room: int) -> list[Text]:
+def _basis(view: RunView) -> str:
+    return view.load_change.basis if view.load_change is not None else ""
+
+
+def _change_scale(rows: Sequence[_Row], full: float, most: int, room: int, basis: str) -> list[Text]:
     if all(row.start == row.now for row in rows):
         return [Text("nothing since the start yet: its counts are all there are")]
     per = -(-most // room)
@@ -258,7 +261,7 @@ def _change_scale(rows: Sequence[_Row], full: float, most: int, room: int) -> li
     return [
         words(f"{points(-full, digits)} ", ramp, f" {points(full, digits)} points"),
         words(f"a cell is the greatest change of {per}" if per > 1 else ""),
-        words(EDGES),
+        words(basis),
     ]
 
 
@@ -288,8 +291,10 @@ def detail_title(frame: Frame) -> Text:
         return Text("layer")
     rows = _rows(frame)
     row = rows[_at(frame, rows)]
-    mark = " · white mark: at the start" if row.start is not None else ""
-    return words((f"layer {clean(row.name, 40)}", ""), f" · of late{mark}")
+    change = frame.view.load_change
+    now, then = ("after the run", "before it") if change is not None and change.rows is not None else _OF_TRAINING
+    mark = f" · white mark: {then}" if row.start is not None else ""
+    return words((f"layer {clean(row.name, 40)}", ""), f" · {now}{mark}")
 
 
 def detail_lines(frame: Frame, width: int, height: int) -> list[Text]:
@@ -331,9 +336,10 @@ def _detail_facts(row: _Row) -> list[Text]:
 
 def _variance(view: RunView) -> Text | None:
     """Write the variance at the start and of late; None where it cannot be had."""
-    if view.load_start is None or view.load_end is None:
+    change = view.load_change
+    if change is None or change.model_start is None or change.model_end is None:
         return None
-    before, now = (units.significant(load.variance_n) for load in (view.load_start, view.load_end))
+    before, now = (units.significant(load.variance_n) for load in (change.model_start, change.model_end))
     return words(f"{before} → ", (now, STRONG))
 
 
@@ -350,7 +356,7 @@ def variance_lines(frame: Frame, width: int, height: int) -> list[Text]:
     if variance is None and not curve:
         why = "queries were not counted, or layers differ in their number of experts"
         return wrap(f"{units.NA}: {why}", width, QUIET)
-    head = flow([variance, words(EDGES)], width, most=2 if height >= 10 else 1) if variance is not None else []
+    head = flow([variance, words(_basis(view))], width, most=2 if height >= 10 else 1) if variance is not None else []
     note = cut(words("tokens per query, mean over layers; by n"), width)
     drawn = chart(trend(curve), width, height - len(head) - 1, Axis(tick, low=0.0), Axis(units.count))
     return [*head, note, *drawn]

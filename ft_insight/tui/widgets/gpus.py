@@ -7,6 +7,7 @@ from collections.abc import Callable
 from rich.text import Text
 
 from ft_insight import units
+from ft_insight.gpu_words import percent
 from ft_insight.records import Device
 from ft_insight.run_view import GpuView, RunView
 from ft_insight.tui.frame import Frame
@@ -40,16 +41,17 @@ def overview_lines(frame: Frame, width: int, height: int) -> list[Text]:
     if height >= 7 * len(view.gpus):
         return _roomy(view, width, height)
     if height > len(view.gpus) > 2:
-        return [*_table(view, width), *flow(_allocator(view), width)][:height]
+        return [*gpu_table(view, width), *flow(_allocator(view), width)][:height]
     each = 2 if len(view.gpus) * 2 <= height else 1
     shown = len(view.gpus) if len(view.gpus) * each <= height else max(1, (height - 1) // each)
     lines = [line for n, gpu in enumerate(view.gpus[:shown]) for line in _rows(view, gpu, n, width)[:each]]
     if shown < len(view.gpus):
-        return [*lines, Text(f"{len(view.gpus) - shown} more: tab 4", QUIET)]
+        return [*lines, Text(f"{len(view.gpus) - shown} more: tab 5", QUIET)]
     return [*lines, cut(joined(_allocator(view)), width)][:height]
 
 
-def _table(view: RunView, width: int) -> list[Text]:
+def gpu_table(view: RunView, width: int) -> list[Text]:
+    """Draw one row per GPU."""
     limits = width >= 50
     rows: list[list[Cell]] = [["GPU", "util", "SM", "memory", "power", ""]]
     for number, gpu in enumerate(view.gpus):
@@ -69,13 +71,15 @@ def _roomy(view: RunView, width: int, height: int) -> list[Text]:
     spare = (height - len(below)) // len(view.gpus) - 5
     for number, gpu in enumerate(view.gpus):
         now = gpu.latest
-        drawn = spare >= 4 and bool(gpu.gpu_percent)
-        key = words(("━ ", CURVE), "util over time") if drawn else Text()
+        counted = bool(gpu.curve("sm_percent"))
+        curve = gpu.curve("sm_percent" if counted else "gpu_percent")
+        drawn = spare >= 4 and bool(curve)
+        key = words(("━ ", CURVE), f"{'SM' if counted else 'util'} over time") if drawn else Text()
         head = joined([_called(view, gpu, number, 30), celsius(now.temperature_c)])
         lines.append(joined([head, key]) if head.cell_len + key.cell_len + 3 <= width else head)
         lines += _block(gpu, width)
         if drawn:
-            lines += chart(trend(gpu.gpu_percent), width, min(spare, 12), scale("%", 100.0), Axis(units.clock))
+            lines += chart(trend(curve), width, min(spare, 12), scale("%", 100.0), Axis(units.clock))
     return [*lines, *below]
 
 
@@ -130,7 +134,8 @@ def _rows(view: RunView, gpu: GpuView, number: int, width: int) -> list[Text]:
     facts = joined([_called(view, gpu, number, max(0, min(22, spare))), *figures])
     room = width - facts.cell_len - 2
     if room >= 8:
-        facts = words(facts, "  ", spark(gpu.gpu_percent, min(room, 40), high=100.0))
+        busy = gpu.curve("sm_percent") or gpu.curve("gpu_percent")
+        facts = words(facts, "  ", spark(busy, min(room, 40), high=100.0))
     part = _part(now.memory_used_bytes, now.memory_total_bytes)
     used = words(("memory ", ""), _used(gpu), "  ")
     room = min(width - used.cell_len - 5, 60)
@@ -188,18 +193,13 @@ def gpu_name(view: RunView, gpu: GpuView) -> str:
 
 def _device(view: RunView, gpu: GpuView) -> Device | None:
     devices = view.header.devices if view.header else ()
-    return next((d for d in devices if d.uuid == gpu.latest.uuid), None)
+    return next((d for d in devices if gpu.latest.uuid in (d.uuid, d.pci)), None)
 
 
 def scale(unit: str, high: float | None) -> Axis:
     """Return an axis from 0 in a unit."""
     text: Callable[[float], str] = lambda v: f"{tick(v)}{unit}"  # noqa: E731
     return Axis(text, low=0.0, high=high)
-
-
-def percent(value: float | None) -> str:
-    """Write a figure that NVML gives in percent."""
-    return units.NA if value is None else units.share(value / 100)
 
 
 def sized(value: float | None) -> Text:

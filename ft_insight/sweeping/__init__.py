@@ -1,0 +1,1 @@
+"""Measuring on purpose: batch sizes until memory ends, or a few steps on another machine."""
