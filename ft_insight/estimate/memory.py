@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from ft_insight.catalog import Gpu
+from ft_insight.catalog import Gpu, gpu_for_device
 from ft_insight.estimate.peak_fit import PeakMemory, fit_peak
 from ft_insight.estimate.workload import Workload, WorkloadError, workload_of
 from ft_insight.memory_points import MemoryView
@@ -67,13 +67,17 @@ class Room:
 
 
 def limit_here(view: RunView) -> Limit | None:
-    """Return what the run's own GPU leaves it, as measured; None where it computes on none."""
+    """Return what the run's own GPU leaves it; None where it computes on none whose memory is known."""
     device = view.header.devices[0] if view.header and view.header.devices else None
-    if device is None or device.kind != "cuda" or not device.memory_bytes:
+    if device is None or device.kind != "cuda":
+        return None
+    gpu = gpu_for_device(device.name, device.memory_bytes)
+    size = device.memory_bytes or (gpu.usable_memory_bytes if gpu is not None else None)
+    if size is None:
         return None
     sample = next((g.latest for g in view.gpus if g.latest.uuid == device.uuid), None)
     context, others = _beside(sample, view.memory.reserved_bytes if view.memory else None)
-    return Limit(float(device.memory_bytes), context, others)
+    return Limit(float(size), context, others)
 
 
 def _beside(sample: GpuSample | None, reserved: int | None) -> tuple[float, float]:
@@ -171,7 +175,7 @@ def room_here(view: RunView, work: Workload | None = None) -> Room | str:
     """Return the largest batch on the run's own GPU, within what did fit and what did not; or why it is unknown."""
     limit = limit_here(view)
     if limit is None:
-        return "the run computed on a CPU: no GPU memory was measured"
+        return "the memory of the device that the run computed on is not known"
     peak = fit_peak(view.filling)
     if isinstance(peak, str):
         return peak

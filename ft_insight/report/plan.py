@@ -32,7 +32,7 @@ def plan_text(model: str, question: Mapping[str, Any], *, as_json: bool) -> str:
         raise ValueError(f"a plan needs {error.name}: pip install 'ft-insight[train]'") from error
     if as_json:
         return to_json(plan_data(result))
-    return to_text(_headline(result), plan_sections(result))
+    return to_text(headline(result), plan_sections(result))
 
 
 def plan_data(result: Plan) -> dict[str, Any]:
@@ -51,7 +51,8 @@ def plan_sections(result: Plan) -> list[Section]:
     ]
 
 
-def _headline(result: Plan) -> str:
+def headline(result: Plan) -> str:
+    """Say in one line what is planned."""
     kind = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}[result.method]
     trainer = {"sft": "SFTTrainer", "trainer": "Trainer"}[result.trainer]
     return (

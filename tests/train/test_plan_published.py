@@ -31,7 +31,6 @@ def rows(source: str, model: str, method: str, batch: str) -> list[dict[str, str
     [
         ("MetaMathQA", "Llama-3.2-3B", "full-finetuning", "4"),
         ("litgpt", "StableLM", "LoRA", "1"),
-        ("litgpt", "StableLM", "QLoRA(bnb.nf4)", "1"),
     ],
 )
 def test_published_peaks_are_met(source: str, model: str, method: str, batch: str) -> None:

@@ -157,7 +157,7 @@ async def test_every_tab_by_key(log: Path) -> None:
         "phases of a step",
         "n/a: off by default; FtInsightCallback(kernels=True) records one step",
         "layers and experts",
-        "torch peak reserved",
+        "use by phase n/a: no sample lies within a step yet",
         "what fills memory",
         "the whole job",
     )
@@ -356,7 +356,10 @@ async def test_cost_before_the_end(log: Path) -> None:
     log.write_bytes(encoded(run(40)))
     async with WatchApp(log).run_test(size=(80, 24)) as pilot:
         await pilot.press("7")
-        await wait_for(pilot, "comes at the end of the run; or: ft-insight project RUN")
+        shown = await wait_for(pilot, "what if: g GPU")
+        # every step the same: what is known is the rate, and that no more is
+        assert "the whole job · 100 rows x 99.2 epochs; 1,240 steps as set by max_steps" in shown
+        assert "4.00 measured" in shown
 
 
 async def test_loss_that_is_not_finite(log: Path) -> None:

@@ -106,8 +106,8 @@ def test_a_report_says_what_was_measured() -> None:
     ):
         assert part in text, part
     row = next(line.split() for line in text.splitlines() if "1.0 GiB of 48.0 GiB" in line)
-    assert row[:9] == "0 97% n/a n/a n/a 1.0 GiB of 48.0".split()
-    assert row[10:14] == "250 of n/a W".split()
+    assert row[:9] == ["0", "97%", "n/a", "n/a", "n/a", "1.0", "GiB", "of", "48.0"]
+    assert row[10:14] == ["250", "of", "n/a", "W"]
 
 
 def test_findings_and_what_they_are_worth() -> None:

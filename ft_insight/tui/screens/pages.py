@@ -170,9 +170,9 @@ class CostPage(Page):
 
 
 PAGES: tuple[tuple[str, str, str, type[Page]], ...] = (
-    ("overview", "Overview", "Overview", Overview),
+    ("overview", "Overview", "Main", Overview),
     ("time", "Time", "Time", TimePage),
-    ("kernels", "Kernels", "Kernels", KernelsPage),
+    ("kernels", "Kernels", "Kern", KernelsPage),
     ("experts", "Experts", "Experts", ExpertsPage),
     ("gpu", "GPU", "GPU", GpuPage),
     ("memory", "Memory", "Mem", MemoryPage),

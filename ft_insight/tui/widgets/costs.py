@@ -80,9 +80,9 @@ def projection_lines(frame: Frame, width: int, height: int) -> list[Text]:
 
 
 def _job(frame: Frame) -> Projection | None:
-    """Return the projection of what is asked now; before anything was asked, the one in the log."""
+    """Return the projection of what is asked now; as it was, a finished run has its own in the log."""
     found = frame.outlook
-    if found is None or (found.projection is None and frame.what_if == AS_IT_WAS):
+    if found is None or (frame.what_if == AS_IT_WAS and frame.view.projection is not None):
         return frame.view.projection
     return found.projection
 
@@ -209,8 +209,8 @@ def fit_title(frame: Frame) -> Text:
 
 
 def _fit(frame: Frame) -> Fit | None:
-    """Return the newest fit: that of a live run is worked out while one looks."""
-    return frame.outlook.fit if frame.outlook is not None and frame.outlook.fit is not None else frame.view.fit
+    """Return the fit in the log; that of a live run is worked out while one looks."""
+    return frame.view.fit or (frame.outlook.fit if frame.outlook is not None else None)
 
 
 def _fit_facts(fit: Fit, width: int) -> list[Text]:
