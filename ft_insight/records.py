@@ -222,7 +222,8 @@ class Step(Base, frozen=True, kw_only=True, tag="step"):
     other_batch: int | None = None
     """In a sweep, the batch size of this step where it is not the header's: then it counts for the fits alone."""
     profiled: bool | None = None
-    """A profiler recorded this step, which took longer for it: it counts in no rate and no fit."""
+    """A profiler recorded this step, or on a CPU memory was counted in it, and it took longer for it: it counts in no
+    rate and no fit."""
     self_s: float | None = None
     """What ft-insight itself took of this step, by the host's clock."""
 

@@ -166,7 +166,7 @@ class RunView:
     notices: tuple[r.Notice, ...] = ()
     micro: tuple[r.MicroBatch, ...] = ()
     """An even sample of the segment's micro-batches, the first step's left out."""
-    parts: PartView = PartView()
+    parts: PartView = field(default_factory=PartView)
     """What phases and experts took, step by step, against slots."""
     rest_s: tuple[float, ...] = ()
     """What sampled steps took besides their micro-batches."""

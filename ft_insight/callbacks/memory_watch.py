@@ -84,6 +84,8 @@ class MemoryWatch:
         self._moments: list[tuple[str, int, Counted, int | None]] = []
         self._told_bytes: int | None = None
         self._failed = False
+        self.slowed = False
+        """This step took longer for having been looked at: on a CPU each operator of a micro-batch was."""
         self._usual_s = 0.0
         self._step_s = 0.0
         self._cost_s = 0.0
@@ -95,6 +97,7 @@ class MemoryWatch:
         self.let_go()
         self._micro, self._moments, self._base, self._expected, self._failed = [], [], None, 0, False
         self._step_s, self._cost_s = perf_counter(), 0.0
+        self.slowed = False
         self._due = self._looks and free and self._sampling.due()
 
     def expect(self, micro_batches: int) -> None:
@@ -185,6 +188,7 @@ class MemoryWatch:
             now.look = AllocatorLook(self._parts, self._guard, lambda: read_allocator(self.device).allocated)
         else:
             now.look = CountedLook(self._parts, self._guard, now.static)
+            self.slowed = True
         now.look.begin()
         self._cost_s += perf_counter() - spent
 

@@ -223,9 +223,12 @@ class Observer:
             known.experts = self.guard.run("experts", self.experts.take, now) or []
         if self.layers is not None:
             known.look = self.guard.run("layers", self.layers.step_ends, known.step, now - self._opened_s)
+        if self.memory is not None and self.memory.slowed:
+            known.profiled = True
         if self.kernels is not None:
             at_s = round(self.output.clock(), 3)
-            known.profiled = self.guard.run("kernels", self.kernels.step_ends, known.step, at_s) or None
+            recorded = self.guard.run("kernels", self.kernels.step_ends, known.step, at_s)
+            known.profiled = known.profiled or recorded or None
         spent = self.guard.spent_s
         self.ledger.close_step(spent - self._spent_s, known)
         self._spent_s = spent

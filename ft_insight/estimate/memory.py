@@ -65,6 +65,8 @@ class Room:
     limit: Limit
     peak: PeakMemory
 
+ON_CPU = "the run computed on a CPU: no GPU memory was measured"
+
 
 def limit_here(view: RunView) -> Limit | None:
     """Return what the run's own GPU leaves it; None where it computes on none whose memory is known."""
@@ -175,7 +177,9 @@ def room_here(view: RunView, work: Workload | None = None) -> Room | str:
     """Return the largest batch on the run's own GPU, within what did fit and what did not; or why it is unknown."""
     limit = limit_here(view)
     if limit is None:
-        return "the memory of the device that the run computed on is not known"
+        devices = view.header.devices if view.header else ()
+        on_gpu = bool(devices and devices[0].kind == "cuda")
+        return "the memory of this GPU is not known" if on_gpu else ON_CPU
     peak = fit_peak(view.filling)
     if isinstance(peak, str):
         return peak

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ft_insight.catalog import Gpu, PriceBook, books, quote_from
 from ft_insight.estimate.job_cost import dollars_of, hours_of, marked, replaced
 from ft_insight.estimate.measured import Measured, measure
-from ft_insight.estimate.memory import UNKNOWN_LENGTHS, Room, longest_row, room_fields, room_here, room_on
+from ft_insight.estimate.memory import ON_CPU, UNKNOWN_LENGTHS, Room, longest_row, room_fields, room_here, room_on
 from ft_insight.estimate.micro import Triple, measured_rate
 from ft_insight.estimate.parallel import Setting, present_setting, refuse_count, setting_for
 from ft_insight.estimate.rate import Rate, capacity_bound, rate_on
@@ -266,7 +266,7 @@ def _largest(measured: Measured, workload: Workload, gpu: Gpu | None, unknown: d
     if measured.density is not None:
         found = OTHER_TOP_K
     elif not measured.on_gpu:
-        found = "the run computed on a CPU: no GPU memory was measured"
+        found = ON_CPU
     elif isinstance(measured.peak, str):
         found = measured.peak
     elif gpu is not None and gpu != measured.here:

@@ -26,12 +26,13 @@ def test_one_step_is_recorded_and_counts_in_no_rate(make_trainer: MakeTrainer, t
     assert log.notices == []
     kernels = log.of(r.Kernels)
     assert [k.step for k in kernels] == [3]
-    assert [s.profiled for s in log.steps] == [None, None, True, None, None]
+    # in the second step memory was counted, which makes a step longer on a CPU
+    assert [s.profiled for s in log.steps] == [None, True, True, None, None]
     assert json.loads((tmp_path / str(kernels[0].trace)).read_text())["traceEvents"]
     # the third step is the first that layers would be timed in: one close look at a time
     assert [x.step for x in log.of(r.Layers)] == [4]
     view, status = read_run(path)
-    rates = [s for s in log.steps if not s.profiled][1:]
+    rates = [s for s in log.steps[1:] if not s.profiled]
     expected = sum(m.queries for s in rates for m in s.micro) / sum(s.wall_s for s in rates)
     assert view.rates.queries_per_s == pytest.approx(expected)
     roles = {(k.kind, k.role) for k in by_role(kernels[0].roles)}
