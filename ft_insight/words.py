@@ -75,6 +75,14 @@ def estimate(triple: tuple[float, float, float] | None, show: object = units.sig
     return text if low == high else f"{text} {units.interval(low, high)}"
 
 
+def largest_text(row: ProjectionRow) -> str:
+    """Return ``18 [16-19]``, queries per micro-batch of the longest rows with their interval, or n/a."""
+    if row.largest_batch is None or row.largest_interval is None or len(set(row.largest_interval)) == 1:
+        return units.count(row.largest_batch)
+    low, high = row.largest_interval
+    return f"{units.count(row.largest_batch)} [{units.count(low)}-{units.count(high)}]"
+
+
 def hours_text(triple: tuple[float, float, float] | None) -> str:
     """Return hours with their interval, all in one unit: ``8.5 h [7.6-9.6]``, ``3.2 min [2.9-3.5]``."""
     if triple is None:

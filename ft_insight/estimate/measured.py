@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ft_insight.catalog import Gpu, gpu_for_device
+from ft_insight.estimate.density import active_share
 from ft_insight.estimate.peak_fit import PeakMemory, fit_peak
+from ft_insight.estimate.run_points import micro_points
 from ft_insight.estimate.step_time import NotIdentifiable, StepTime, fit_step_time
 from ft_insight.records import Header
 from ft_insight.run_view import RunView
 from ft_insight.stats import median
+
+if TYPE_CHECKING:
+    from ft_insight.estimate.joint import Joint
 
 MOST_POINTS = 1500
 """Micro-batches that are fitted, an even sample: more of them say the same, and an answer takes a second."""
@@ -33,6 +39,8 @@ class Measured:
     """The GPU that it ran on, where the catalogue has it."""
     density: float | None = None
     """Share of the experts that a token is to pass through, where that is another than in the run."""
+    joint: Joint | None = None
+    """The step time of runs with several numbers of experts per token, fitted together."""
 
     @property
     def gpu_count(self) -> int:
@@ -85,7 +93,8 @@ def measure(view: RunView, *others: RunView) -> Measured:
     depends on.
     """
     check_alike((view, *others))
-    every = [m for each in (view, *others) for m in each.micro if m.slots and m.compute_s]
+    alike = [each for each in (view, *others) if active_share(each) == active_share(view)]
+    every = [m for each in alike for m in each.micro if m.slots and m.compute_s]
     every = every[:: -(-len(every) // MOST_POINTS) or 1]
     if others:
         view = replace(view, filling=view.filling.joined(*(each.filling for each in others)))
@@ -96,7 +105,15 @@ def measure(view: RunView, *others: RunView) -> Measured:
         peak=fit_peak(view.filling),
         rest_s=_rest(view),
         here=gpu_for_device(device.name, device.memory_bytes) if device and device.kind == "cuda" else None,
+        joint=_jointly((view, *others)) if len(alike) <= len(others) else None,
     )
+
+
+def _jointly(views: tuple[RunView, ...]) -> Joint | None:
+    from ft_insight.estimate.joint import fit_joint
+
+    found = fit_joint([point for view in views for point in micro_points(view)])
+    return None if isinstance(found, NotIdentifiable) else found
 
 
 def _rest(view: RunView) -> float | None:
@@ -106,7 +123,7 @@ def _rest(view: RunView) -> float | None:
 
 
 _ALIKE: dict[str, Callable[[Header], object]] = {
-    "models": lambda h: (h.model.kind, h.model.parameters, h.model.layers, h.model.experts_per_token),
+    "models": lambda h: (h.model.kind, h.model.parameters, h.model.layers, h.model.experts),
     "methods": lambda h: h.train.method,
     "number formats": lambda h: (h.train.precision, h.model.dtype, h.model.quantization),
     "gradient checkpointing": lambda h: h.train.gradient_checkpointing or "none",

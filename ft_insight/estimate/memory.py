@@ -23,6 +23,7 @@ FRAGMENTATION = 0.04
 """Share of the card that the caching allocator cannot use for lack of a contiguous piece: the margin. The interval
 goes from none to twice as much."""
 MOST = 1 << 20
+ON_CPU = "the run computed on a CPU: no GPU memory was measured"
 UNKNOWN_LENGTHS = "the lengths of the rows are not known; add --seq-len L"
 
 
@@ -64,8 +65,6 @@ class Room:
     """Of the card at ``batch``, the context included."""
     limit: Limit
     peak: PeakMemory
-
-ON_CPU = "the run computed on a CPU: no GPU memory was measured"
 
 
 def limit_here(view: RunView) -> Limit | None:

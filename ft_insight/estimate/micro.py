@@ -117,6 +117,8 @@ def _micro_at_density(
 ) -> Triple | TransferError:
     """Return the seconds of a micro-batch where a token passes through another share of the experts."""
     slots = slots_of(measured, workload, setting)
+    if measured.joint is not None and slots:
+        return _positive(measured.joint.predict(slots, density))
     found = predict_density(measured.view, density, slots, measured.step_time)
     return TransferError(found.reason) if isinstance(found, NotIdentifiable) else _positive(found.micro_s)
 

@@ -84,7 +84,8 @@ def _scaled(
         spread = 0.0 if here.name == gpu.name else moved.spread
         there = moved.total_s
         rest, data = _rest_on(measured, here, gpu)
-        basis = "measured" if here.name == gpu.name else f"scaled from {here.name} ({_BASIS[moved.basis]})"
+        own = "measured" if measured.density is None and as_measured(measured, setting) else "by its fitted step time"
+        basis = own if here.name == gpu.name else f"scaled from {here.name} ({_BASIS[moved.basis]})"
     if setting is not None and setting.ranks != measured.ranks:
         there *= _longest_of_ranks(measured, workload, setting)
         spread = math.hypot(spread, SCALING_SPREAD)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ft_insight import units
 from ft_insight.records import Projection, ProjectionRow
 from ft_insight.report.layout import Section
-from ft_insight.words import clean, estimate, hours_text, reasons, usd_text
+from ft_insight.words import clean, estimate, hours_text, largest_text, reasons, usd_text
 
 HEAD = (
     "GPU",
@@ -28,7 +28,7 @@ def projection_sections(projection: Projection, *, verbose: bool = False) -> lis
     """Return the table of GPUs, the prices it rests on, and what cannot be known."""
     rows = (HEAD, *(_row(row) for row in projection.rows))
     prices = clean(projection.prices or "as in the log", 300)
-    after = [f"intervals 80%; prices, of all GPUs of a row together: {prices}"]
+    after = [f"intervals 80%, of the largest batch 90%; prices, of all GPUs of a row together: {prices}"]
     after += [
         f"{_name(row)}: a step holds {_changed(projection, row)}" for row in projection.rows if _grown(projection, row)
     ]
@@ -66,7 +66,7 @@ def _row(row: ProjectionRow) -> tuple[str, ...]:
     return (
         _name(row) + (" (here)" if row.here else ""),
         f"{row.memory_gb:g} GB" if row.memory_gb else units.NA,
-        units.count(row.largest_batch),
+        largest_text(row),
         _batch(row),
         estimate(row.queries_per_s),
         estimate(row.present_queries_per_s),

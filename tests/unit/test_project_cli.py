@@ -76,11 +76,40 @@ def test_two_runs_tell_what_one_does_not(tmp_path: Path, capsys: pytest.CaptureF
     assert asked(capsys, "--gpu", "h100", "--gpus", "1", short, long)["runs"] == [short, long]
 
 
+def test_a_sparse_and_a_dense_run_tell_of_what_lies_between(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At top-k 4 the experts' 0.6 ms a slot are 1.2: 800 slots take 0.1 + 0.32 + 0.96 s, and a step 0.05 s more."""
+    runs = []
+    for top_k in (2, 8):
+        found = items((100, 200, 400), model={**MOE, "experts_per_token": top_k})
+        per_slot = 0.4e-3 + 0.3e-3 * top_k
+        runs.append(
+            log(
+                tmp_path / f"{top_k}.jsonl",
+                [
+                    step(
+                        x.step,
+                        x.t_s,
+                        0.15 + per_slot * (x.micro[0].slots or 0),
+                        micro=(r.MicroBatch(4, x.micro[0].slots, 800, 800, 0.1 + per_slot * (x.micro[0].slots or 0)),),
+                    )
+                    if isinstance(x, r.Step)
+                    else x
+                    for x in found
+                    if not isinstance(x, r.Layers)  # what one run alone would tell it by
+                ],
+            )
+        )
+    words = [*map(str, runs), "--top-k", "4", "--seq-len", "200", "--batch", "4", "--gpu", "h100"]
+    row = asked(capsys, *words)["projection"]["rows"][0]
+    assert row["queries_per_s"][0] == pytest.approx(4 / (0.1 + 0.32 + 0.96 + 0.05), rel=0.02)
+    assert row["basis"].startswith("by its fitted step time")
+
+
 @pytest.mark.parametrize(
     ("other", "what"),
     [
         ({"model": {"layers": 16}}, "models"),
-        ({"model": {**MOE, "experts_per_token": 8}}, "models"),
+        ({"model": {**MOE, "experts": 16}}, "models"),
         ({"train": {"method": "full"}}, "methods"),
         ({"train": {"precision": "fp16"}}, "number formats"),
         ({"train": {"gradient_checkpointing": "reentrant"}}, "gradient checkpointing"),

@@ -28,7 +28,7 @@ from ft_insight.tui.widgets.text import (
     words,
     wrap,
 )
-from ft_insight.words import reasons
+from ft_insight.words import largest_text, reasons
 
 LATER = "comes at the end of the run; or: ft-insight project RUN"
 Triple = tuple[float, float, float]
@@ -158,7 +158,7 @@ def _memory(row: ProjectionRow) -> Text:
 
 
 def _batch(row: ProjectionRow) -> Text:
-    return figure(units.count(row.largest_batch), "")
+    return figure(largest_text(row), "")
 
 
 def _price(row: ProjectionRow) -> Text:
