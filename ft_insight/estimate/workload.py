@@ -68,6 +68,19 @@ class Workload:
         return batch * expected
 
 
+def median_length(view: RunView) -> int | None:
+    """Return the tokens of the median row of the run's training set; None where lengths are not known."""
+    data = view.header.dataset if view.header else None
+    if data is None or not data.length_values or not data.length_counts:
+        return None
+    seen = 0
+    for value, count in zip(data.length_values, data.length_counts, strict=False):
+        seen += count
+        if 2 * seen >= sum(data.length_counts):
+            return value
+    return None
+
+
 def workload_of(
     view: RunView,
     *,

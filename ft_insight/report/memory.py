@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from ft_insight import units
+from ft_insight.catalog import gpu_for_device
+from ft_insight.estimate.density import active_share
 from ft_insight.estimate.memory import room_here
 from ft_insight.estimate.peak_fit import fit_peak
+from ft_insight.estimate.workload import median_length
 from ft_insight.memory_words import (
     MOMENT_WORDS,
     basis_text,
@@ -52,5 +55,29 @@ def memory_room_section(view: RunView) -> Section:
         if not isinstance(found, str):
             batch = view.header.train.batch if view.header else None
             lines += [f"{headroom_text(found, batch)}: {room_text(found)}", basis_text(found)]
+            lines += _by_equation_1(view, found.longest)
     lines += [failure_text(failure) for failure in view.filling.failures]
     return Section("Room in memory", tuple(lines))
+
+
+_PAPERS = {"mixtral": "Mixtral", "blackmamba": "BlackMamba"}
+
+
+def _by_equation_1(view: RunView, longest: int) -> list[str]:
+    """Set the paper's eq. (1) beside it, by both its readings; it has coefficients for two models only."""
+    header = view.header
+    name = _PAPERS.get((header.model.kind or "").lower()) if header else None
+    density, typical = active_share(view), median_length(view)
+    if header is None or name is None or density is None or typical is None:
+        return []
+    gpu = gpu_for_device(header.devices[0].name, header.devices[0].memory_bytes) if header.devices else None
+    if gpu is None:
+        return []
+    from ft_insight.estimate.paper import NEEDED, PRINTED, max_batch
+
+    printed = max_batch(PRINTED[name], gpu.memory_gb, typical, density)
+    needed = max_batch(NEEDED[name], gpu.memory_gb, longest, density)
+    return [
+        f"by the paper's eq. (1), fitted to another run: {printed} as printed (median row of {typical:,} tokens), "
+        f"{needed} as its tables need it (longest row)"
+    ]

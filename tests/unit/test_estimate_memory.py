@@ -29,6 +29,7 @@ from ft_insight.estimate.memory import (
 )
 from ft_insight.estimate.peak_fit import PeakMemory, fit_peak, truncated
 from ft_insight.memory_points import MemoryPoint, MemoryView
+from ft_insight.report.memory import memory_room_section
 from ft_insight.run_view import RunView
 
 FIXED, SLOPE, BASE = 10 * GIB, 1_000_000.0, 9 * GIB
@@ -335,3 +336,26 @@ def test_what_would_have_fitted() -> None:
     assert fits is not None
     assert fits[0] == math.floor((20 * GIB * 0.96 - FIXED) / SLOPE / 1000) == 9
     assert fits[1] <= 9 <= fits[2] <= 15
+
+
+def test_the_papers_equation_stands_beside_by_both_readings() -> None:
+    """An A40, 2 of 8: 82 x 24.65 / (79 (0.05 + 0.95 / 4)) = 88.9, and 62 x 24.65 / (512 (0.11 + 0.89 / 4)) = 8.9."""
+    data = {"queries": 10, "length_values": (79, 512), "length_counts": (6, 4)}
+    model = {"kind": "mixtral", "experts": 8, "experts_per_token": 2}
+    items: list[Any] = [header(devices=(A40,), model=model, dataset=data)]
+    for n in range(1, 20):
+        slots = 512 * (1 + n % 4)
+        memory = r.Memory(
+            allocated_bytes=25 * GIB,
+            peak_allocated_bytes=26 * GIB + slots * (1 << 20),
+            base_bytes=25 * GIB,
+            micro=(r.MicroMemory(26 * GIB + slots * (1 << 20), True, 26 * GIB),),
+        )
+        items.append(step(n, float(n), micro=(micro(1 + n % 4, slots, slots),), memory=memory))
+    lines = memory_room_section(view(items)).lines
+    assert any(
+        "eq. (1), fitted to another run: 88 as printed (median row of 79 tokens), 8 as its tables need it" in line
+        for line in lines
+    )
+    items[0] = header(devices=(A40,), model={**model, "kind": "llama"}, dataset=data)
+    assert not any("eq. (1)" in line for line in memory_room_section(view(items)).lines)
