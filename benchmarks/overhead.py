@@ -1,12 +1,12 @@
-"""What ft-insight costs: the same steps without it, with it, and with layers at every step, in turns in one process.
+"""What ft-insight costs: step times without it, with it, and with layers at every step, interleaved in one run.
 
-    python benchmarks/overhead.py [--model tiny|medium] [--steps 60] [--other sync]
+    python benchmarks/overhead.py [--model tiny|medium] [--rounds 12] [--other sync]
 
-One trainer for each mode, each in a thread, of which only one runs at a time: it makes one step and hands over to the
-next, in random order, so that a step and the step that it is compared with, on the same rows, lie seconds apart and a
-machine that is slow for a while is slow for both. Printed are the median of the ratios and its 95% interval by
-bootstrap, of wall time and of the process's CPU time, and what the callback says of itself. ``sync`` is a profiler
-that times every module and synchronises in each of its hooks, as profilers that only support that do.
+Each round trains the same few steps in every mode, in random order, on the same model and rows; what is compared is
+each step with the same step of the same round without, so that neither lengths nor a machine that slows down matter.
+Printed are the median of these ratios and its 95% interval by bootstrap, of wall time and of the process's CPU time.
+``sync`` is a profiler that times every module and synchronises in each of its hooks, as profilers that only support
+that do.
 """
 
 from __future__ import annotations
@@ -14,17 +14,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import os
 import random
 import statistics
 import tempfile
-import threading
 import time
 import warnings
 from pathlib import Path
 from typing import Any
-
-os.environ["OMP_NUM_THREADS"] = "1"  # each trainer has a thread of its own, and torch counts for each thread
 
 import torch
 from datasets import Dataset
@@ -35,13 +31,12 @@ from trl import SFTConfig, SFTTrainer
 from ft_insight import FtInsightCallback
 from ft_insight.demo.tiny import build_tokenizer, lora_config
 from ft_insight.demo.train import checkpointing_options
-from ft_insight.reader import read_run
 
 SIZES = {
-    "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "rows": 256, "batch": 4},
-    "medium": {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "rows": 256, "batch": 1},
+    "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "rows": 128, "batch": 4},
+    "medium": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "rows": 256, "batch": 2},
 }
-WARM_UP = 2
+WARM_UP = 1
 
 
 class Stopwatch(TrainerCallback):
@@ -52,60 +47,14 @@ class Stopwatch(TrainerCallback):
         self.cpu: list[float] = []
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.go_on()
+        self._last = None
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.wall.append(time.perf_counter() - self._since[0])
-        self.cpu.append(time.process_time() - self._since[1])
-        self.go_on()
-
-    def go_on(self) -> None:
-        self._since = time.perf_counter(), time.process_time()
-
-
-class Baton:
-    """Lets one of several trainers run at a time, each for one step, in another order at each step."""
-
-    def __init__(self, names: list[str]) -> None:
-        self._names = names
-        self._turns: list[str] = []
-        self._changed = threading.Condition()
-        self._random = random.Random(0)
-        self._deal()
-
-    def _deal(self) -> None:
-        self._turns = self._random.sample(self._names, len(self._names))
-
-    def wait(self, name: str) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._turns[0] == name)
-
-    def hand_over(self) -> None:
-        with self._changed:
-            self._turns.pop(0)
-            if not self._turns:
-                self._deal()
-            self._changed.notify_all()
-
-
-class Turn(Stopwatch):
-    """Times a trainer's steps, each of which begins when the baton comes. The last of its callbacks."""
-
-    def __init__(self, name: str, baton: Baton, steps: int) -> None:
-        super().__init__()
-        self._name, self._baton, self._left = name, baton, steps
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._baton.wait(self._name)
-        self.go_on()
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        super().on_step_end(*args, **kwargs)
-        self._left -= 1
-        self._baton.hand_over()
-        if self._left:
-            self._baton.wait(self._name)
-        self.go_on()
+        now = time.perf_counter(), time.process_time()
+        if self._last is not None:
+            self.wall.append(now[0] - self._last[0])
+            self.cpu.append(now[1] - self._last[1])
+        self._last = now
 
 
 class SynchronisingProfiler(TrainerCallback):
@@ -153,7 +102,7 @@ def make_model(size: dict[str, int], vocabulary: int) -> Any:
 
 
 def make_trainer(model: str, steps: int, folder: str) -> SFTTrainer:
-    """Build a trainer, the same each time: LoRA on a random Mixtral, checkpointing, rows of 40 to 200 tokens."""
+    """Build the trainer that all modes share: LoRA on a random Mixtral, checkpointing, rows of 40 to 200 tokens."""
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     size = SIZES[model]
@@ -183,10 +132,7 @@ def make_trainer(model: str, steps: int, folder: str) -> SFTTrainer:
 
 
 def measure(trainer: Any, callback: Any, steps: int) -> tuple[list[float], list[float]]:
-    """Train some steps with a callback; return the wall and CPU seconds of each step but the first ones.
-
-    For benchmarks that train in turns, one after the other.
-    """
+    """Train some steps with a callback; return the wall and CPU seconds of each step but the first."""
     watch = Stopwatch()
     extra = [c for c in (callback, watch) if c is not None]
     for item in extra:
@@ -209,54 +155,43 @@ def median_interval(values: list[float]) -> tuple[float, float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SIZES, default="tiny")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--other", choices=["sync"], nargs="*", default=[])
+    parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(arguments.model, arguments.steps, folder)
+        log = iter(Path(folder) / f"{i}.jsonl" for i in range(10_000))
         modes: dict[str, Any] = {
             "without": lambda: None,
-            "default": lambda: FtInsightCallback(Path(folder) / "default.jsonl"),
-            "layers every step": lambda: FtInsightCallback(Path(folder) / "layers.jsonl", layers_every=1),
+            "default": lambda: FtInsightCallback(next(log)),
+            "layers every step": lambda: FtInsightCallback(next(log), layers_every=1),
         }
         if "sync" in arguments.other:
             modes["synchronising profiler"] = SynchronisingProfiler
-        baton = Baton(list(modes))
-        turns = {name: Turn(name, baton, arguments.steps) for name in modes}
-        threads = []
-        for name, make in modes.items():
-            trainer = make_trainer(arguments.model, arguments.steps, f"{folder}/{name}")
-            for callback in (make(), turns[name]):
-                if callback is not None:
-                    trainer.add_callback(callback)
-            threads.append(threading.Thread(target=trainer.train))
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        own = {name: read_run(Path(folder) / f"{file}.jsonl")[0].self_share for name, file in LOGS.items()}
-    report(turns, own, arguments)
+        results: dict[str, list[tuple[list[float], list[float]]]] = {name: [] for name in modes}
+        order = list(modes)
+        for number in range(arguments.rounds):
+            random.Random(number).shuffle(order)
+            for name in order:
+                results[name].append(measure(trainer, modes[name](), arguments.steps))
+    report(results, arguments)
 
 
-LOGS = {"default": "default", "layers every step": "layers"}
-
-
-def report(turns: dict[str, Turn], own: dict[str, float | None], arguments: argparse.Namespace) -> None:
-    base = turns["without"]
-    wall = statistics.median(base.wall[WARM_UP:])
-    print(f"{arguments.model} Mixtral, LoRA, checkpointing, 1 thread; without: {wall * 1e3:.0f} ms a step")
-    print(f"{arguments.steps - WARM_UP} pairs of the same step; all {arguments.steps} steps together in brackets")
-    for name, turn in turns.items():
+def report(results: dict[str, list[tuple[list[float], list[float]]]], arguments: argparse.Namespace) -> None:
+    base = results["without"]
+    wall = statistics.median(seconds for walls, _ in base for seconds in walls)
+    print(f"{arguments.model} Mixtral, LoRA, checkpointing, {arguments.threads} thread(s), {arguments.rounds} rounds")
+    print(f"without: {wall * 1e3:.0f} ms a step, {sum(len(w) for w, _ in base)} steps of each kind")
+    for name, measured in results.items():
         if name == "without":
             continue
-        for what in ("wall", "cpu"):
-            pairs = list(zip(getattr(turn, what), getattr(base, what), strict=True))
-            ratio, low, high = median_interval([x / y for x, y in pairs[WARM_UP:]])
-            all_steps = sum(x for x, _ in pairs) / sum(y for _, y in pairs)
-            print(f"{name:>24} {what:>4} x{ratio:.3f} [{low:.3f}, {high:.3f}] (x{all_steps:.3f})")
-        if own.get(name) is not None:
-            print(f"{name:>24} says of itself: {own[name]:.2%} of step time")
+        for column, what in enumerate(("wall", "CPU")):
+            pairs = [zip(m[column], b[column], strict=True) for m, b in zip(measured, base, strict=True)]
+            ratio, low, high = median_interval([x / y for pair in pairs for x, y in pair])
+            print(f"{name:>24} {what:>4} x{ratio:.3f} [{low:.3f}, {high:.3f}]")
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ class RunState:
         self._last.append(step)
         if first:
             return
-        self._warm.add(step, work)
+        self._warm.add_work(step, work)
         self._parts.add_step(step)
         for micro in step.micro:
             self._micro.add(micro)

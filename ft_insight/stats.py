@@ -57,24 +57,32 @@ class CurveBuilder:
 class EvenSample(Generic[T]):
     """At most ``SAMPLE_ITEMS`` items, each of all that was added with the same chance (reservoir sampling).
 
-    Not every n-th: that would always take the same micro-batch of a step. The same stream gives the same sample.
+    Not every n-th: that would always take the same micro-batch of a step. The same stream gives the same sample. How
+    many items are passed over until the next one is taken is drawn at once (Li's algorithm L), for logs are long.
     """
 
     def __init__(self, limit: int = SAMPLE_ITEMS) -> None:
         self._limit = limit
         self._seen = 0
+        self._next = 0
+        self._weight = 1.0
         self._items: list[T] = []
         self._random = random.Random(0)
 
     def add(self, item: T) -> None:
         """Offer one item."""
         self._seen += 1
+        if self._seen < self._next:
+            return
         if len(self._items) < self._limit:
             self._items.append(item)
-            return
-        place = self._random.randrange(self._seen)
-        if place < self._limit:
-            self._items[place] = item
+            if len(self._items) < self._limit:
+                return
+        else:
+            self._items[self._random.randrange(self._limit)] = item
+        self._weight = max(self._weight * (1 - self._random.random()) ** (1 / self._limit), 1e-300)
+        passed = math.log(1 - self._random.random()) / math.log1p(-self._weight) if self._weight < 1 else 0.0
+        self._next = self._seen + int(passed) + 1
 
     def items(self) -> tuple[T, ...]:
         """Return the sample."""

@@ -50,9 +50,8 @@ class StepSums:
 
     def add(self, step: r.Step, work: Work) -> None:
         """Take one more step in; ``work`` is what ``work_of`` says of it."""
-        self.steps += 1
+        self.add_work(step, work)
         self.micro += len(step.micro)
-        self.wall_s += step.wall_s
         if step.self_s is not None:
             self.self_s = (self.self_s or 0.0) + step.self_s
         if step.idle_at_most_s is not None:
@@ -60,6 +59,11 @@ class StepSums:
         phases = self.phases
         for name, seconds in step.phases_s.items():
             phases[name] = phases.get(name, 0.0) + seconds
+
+    def add_work(self, step: r.Step, work: Work) -> None:
+        """Take in of a step what rates follow from, and no more."""
+        self.steps += 1
+        self.wall_s += step.wall_s
         a, b, c, d = self._work
         e, f, g, h = work
         self._work = (_plus(a, e), _plus(b, f), _plus(c, g), _plus(d, h))

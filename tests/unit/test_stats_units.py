@@ -182,3 +182,13 @@ def test_clean_is_printable(text: str) -> None:
     found = clean(text)
     assert len(found) <= 200
     assert not any(ord(c) < 32 or 127 <= ord(c) < 160 or 0xD800 <= ord(c) < 0xE000 for c in found)
+
+
+def test_a_sample_prefers_no_part_of_a_run() -> None:
+    means = []
+    for limit in (16, 64, 512):
+        sample: EvenSample[int] = EvenSample(limit=limit)
+        for i in range(50_000):
+            sample.add(i)
+        means.append((sum(sample.items()) / limit - 25_000) / (50_000 / math.sqrt(12 * limit)))
+    assert all(abs(mean) < 3 for mean in means)  # in standard errors of the mean of a uniform sample
