@@ -188,6 +188,9 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _project(arguments: argparse.Namespace) -> int:
+    import gc
+
+    gc.disable()  # the process ends with the answer, and the collector would walk over a long log many times
     from ft_insight.report.projection import project_text
 
     runs = [*arguments.run_names, *_paths_at_end(arguments.gpus), *_paths_at_end(arguments.gpu)]

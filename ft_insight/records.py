@@ -7,6 +7,7 @@ A log is strict JSON, one object a line, UTF-8, ``type`` first. Rules that every
 * ``t_s`` and ``*_s`` are seconds. Times of day are seconds on the monotonic clock since the segment's header,
   whose ``wall_time_s`` is the only wall-clock anchor.
 * Facts that do not change during a run stand once, in the header.
+* Records hold no references to one another, so that Python's collector need not know of them (``gc=False``).
 * Readers ignore unknown fields and skip (and count) unknown types; an older schema is read, a newer one is
   refused by name.
 """
@@ -34,11 +35,11 @@ OUTSIDE_KINDS = ("startup", "baseline", "evaluation", "saving", "logging", "call
 ``between`` is the remainder: epoch turns, dataloader start-up."""
 
 
-class Base(msgspec.Struct, frozen=True, tag_field="type", omit_defaults=True, kw_only=True):
+class Base(msgspec.Struct, frozen=True, gc=False, tag_field="type", omit_defaults=True, kw_only=True):
     """Common ground of all records; ``type`` is the tag that comes first on the line."""
 
 
-class ModelFacts(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+class ModelFacts(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only=True):
     """The shape of the model being trained. Parameter counts are of logical parameters, not of packed bytes."""
 
     name: str
@@ -57,7 +58,7 @@ class ModelFacts(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     expert_parameters: int | None = None
 
 
-class TrainFacts(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+class TrainFacts(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only=True):
     """What the trainer was set to do."""
 
     trainer: str
@@ -84,7 +85,7 @@ class TrainFacts(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     output_dir: str | None = None
 
 
-class DatasetFacts(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+class DatasetFacts(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only=True):
     """The training set. Lengths are in tokens after truncation, one entry per query, sorted into bins."""
 
     queries: int | None = None
@@ -98,7 +99,7 @@ class DatasetFacts(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True
     """``all rows``, or ``a sample of N rows``."""
 
 
-class Device(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+class Device(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only=True):
     """One device that this process computes on."""
 
     kind: str
@@ -145,7 +146,7 @@ class Header(Base, frozen=True, kw_only=True, tag="header"):
     whose trainer was measured, at the batch that the rates are of. None for training itself."""
 
 
-class MicroBatch(msgspec.Struct, frozen=True, array_like=True):
+class MicroBatch(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """One micro-batch: its shape and its time. Written as an array, for there are many."""
 
     queries: int | None
@@ -161,7 +162,7 @@ class MicroBatch(msgspec.Struct, frozen=True, array_like=True):
     """When it began, by the clock of the step's phases, since the step began."""
 
 
-class MicroMemory(msgspec.Struct, frozen=True, array_like=True):
+class MicroMemory(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Memory of one micro-batch, in bytes. Written as an array, for there are many."""
 
     peak_bytes: int | None
@@ -171,7 +172,7 @@ class MicroMemory(msgspec.Struct, frozen=True, array_like=True):
     """The most that was read during it, so no more than its peak."""
 
 
-class Memory(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+class Memory(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only=True):
     """Memory of this process at the end of a step, in bytes. Device figures are torch's allocator's."""
 
     allocated_bytes: int | None = None
@@ -268,7 +269,7 @@ MEMORY_CATEGORIES = (
 backward; ``other`` is the batch, and the remainder."""
 
 
-class MemoryPart(msgspec.Struct, frozen=True, array_like=True):
+class MemoryPart(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Bytes of one category of ``MEMORY_CATEGORIES``. Written as an array, for there are many."""
 
     category: str
@@ -277,7 +278,7 @@ class MemoryPart(msgspec.Struct, frozen=True, array_like=True):
     bytes: int
 
 
-class MemoryMoment(msgspec.Struct, frozen=True, kw_only=True):
+class MemoryMoment(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """What filled memory at one moment: parts that do not overlap and add up to ``allocated_bytes``."""
 
     name: str
@@ -396,7 +397,7 @@ THERMAL_THROTTLES = (
 """Of the words of ``GpuSample.throttle``, those that say that power, or heat, holds the clocks down."""
 
 
-class GpuSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+class GpuSample(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only=True):
     """One reading of one GPU. Why a field is null stands in ``unknown``."""
 
     uuid: str
@@ -453,7 +454,7 @@ class GpuSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Field -> why it is null. Only what changed since the sample before; an empty reason: it is known again."""
 
 
-class HostSample(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+class HostSample(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only=True):
     """What the training process takes of the host."""
 
     cpu_percent: float | None = None
@@ -487,7 +488,7 @@ class Heartbeat(Base, frozen=True, kw_only=True, tag="heartbeat"):
     t_s: float
 
 
-class PhaseFit(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+class PhaseFit(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only=True):
     """One phase of an optimizer step: ``seconds = fixed_s + per_slot_s * slots of the step``."""
 
     median_s: float
@@ -520,7 +521,7 @@ class Fit(Base, frozen=True, kw_only=True, tag="fit"):
     """By name of ``STEP_PHASES``."""
 
 
-class ProjectionRow(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+class ProjectionRow(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only=True):
     """The whole job on one kind of GPU. Triples are (estimate, low, high); a measured figure has low = high."""
 
     gpu: str
@@ -585,7 +586,7 @@ class End(Base, frozen=True, kw_only=True, tag="end"):
     """As in ``Step``: what came after the last step."""
 
 
-class KernelRole(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+class KernelRole(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_only=True):
     """All operators or kernels of one role, in one kind of part and one pass."""
 
     kind: str
@@ -618,7 +619,7 @@ class KernelRole(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     bandwidth_share: float | None = None
 
 
-class KernelName(msgspec.Struct, frozen=True, array_like=True):
+class KernelName(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """One kernel by its own name. Written as an array, for there are many."""
 
     name: str
