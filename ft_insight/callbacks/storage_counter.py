@@ -58,9 +58,18 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[misc, unused-ignore]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, then look at what it made."""
         result = func(*args, **(kwargs or {}))
-        if self._running and not self._guard.inside:  # what ft-insight itself computes is none of the run's
+        # what ft-insight itself computes is none of the run's
+        if self._running and not self._guard.inside and not self._counted(result):
             self._guard.run("memory", self._saw, result, args)
         return result
+
+    def _counted(self, result: Any) -> bool:
+        """Tell, before anything else is done, whether this is a view of what is counted: most results are."""
+        try:
+            key = result.untyped_storage()._cdata
+        except Exception:  # noqa: BLE001 - no plain tensor: whoever looks closer does so behind the guard
+            return False
+        return key in self._alive or key in self._known
 
     def _saw(self, result: Any, args: Any) -> None:
         for item in result if isinstance(result, tuple | list) else (result,):
