@@ -59,7 +59,7 @@ class _Judge:
 
     def forward(self, op: Op) -> None:
         """Judge an operator by the scopes around it; leaves those of backward for later."""
-        chain, top = _chain(op, self._scope)
+        chain, top = _chain(op)
         if top is not None and top.name.startswith("Optimizer."):
             op.kind, op.role, op.phase = "optimizer", "optimizer", "optimizer"
             op.counted = bool(chain) and chain[-1] is op
@@ -114,7 +114,7 @@ class _Judge:
         """Judge an operator of backward by the operator whose gradient it computes."""
         if op.phase != "backward":
             return
-        chain, node = _chain(op, self._scope)
+        chain, node = _chain(op)
         assert node is not None  # noqa: S101 - that made it backward
         cls, counted = self._class(op, [each for each in chain if "::" in each.name] or chain)
         # its node is no call of its own, nor is a reshaping on the way
@@ -149,7 +149,7 @@ class _Judge:
 _STRONG = frozenset({"dequantise", "communication"})
 
 
-def _chain(op: Op, scope_of: object) -> tuple[list[Op], Op | None]:
+def _chain(op: Op) -> tuple[list[Op], Op | None]:
     """Return the operators from this one outwards, and what they run in: a scope, a node of backward, an optimizer."""
     chain: list[Op] = []
     each: Op | None = op
