@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ft_insight.catalog import find_gpu
 from ft_insight.estimate.parts import phase_fits
 from ft_insight.estimate.project import DEFAULT_GPUS, Ask, Measured, measure, project
@@ -35,13 +37,16 @@ def fit_record(measured: Measured, t_s: float) -> Fit:
     )
 
 
-def estimate_records(view: RunView, t_s: float) -> list[Fit | Projection]:
-    """Return what a run's end says: the fitted model, and the projection of the job that the trainer was set to do."""
+def estimate_records(view: RunView, t_s: float) -> Iterator[Fit | Projection]:
+    """Yield what a run's end says: the fitted model, then the projection of the job that the trainer was set to do.
+
+    One by one, so that the model is there whatever comes of the projection.
+    """
     measured = measure(view)
-    records: list[Fit | Projection] = [fit_record(measured, t_s)]
+    yield fit_record(measured, t_s)
     try:
         workload = workload_of(view)
     except WorkloadError:
-        return records
+        return
     gpus = tuple(find_gpu(name) for name in DEFAULT_GPUS)
-    return [*records, project(measured, Ask(workload, gpus), t_s)]
+    yield project(measured, Ask(workload, gpus), t_s)

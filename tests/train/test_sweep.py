@@ -474,7 +474,7 @@ def test_sweep_of_a_script_from_the_command_line(script: Path) -> None:
     assert f"ft-insight project {path.relative_to(script.parent)} --gpu all" in done.stdout
     log = Log(path)
     assert (log.header.purpose, log.header.train.batch, log.header.train.trainer) == ("sweep", 3, "Mine")
-    assert log.of(r.Fit)
+    assert log.of(r.Fit), log.notices
     assert os.listdir(script.parent / "out") == []  # nothing saved, and nothing of the script beyond train() was run
 
 
