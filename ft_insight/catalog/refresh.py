@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from datetime import date
 from typing import Any
 
+import msgspec
+
 from ft_insight.catalog.gpus import Gpu, UnknownGpuError, find_gpu
 from ft_insight.catalog.price_books import PriceBook, PriceFileError, cache_path, refreshed, write_offers
 from ft_insight.catalog.prices import Price
@@ -109,8 +111,7 @@ def offers_of(items: Iterable[Any], day: str) -> list[Price]:
 
 def _with_spot(offer: Price, spot: dict[tuple[str, str, str], float]) -> Price:
     found = spot.get((offer.provider, offer.instance, offer.region))
-    known = {name: getattr(offer, name) for name in offer.__struct_fields__}
-    return Price(**{**known, "usd_per_gpu_hour_spot": None if found is None else round(found, 6)})
+    return msgspec.structs.replace(offer, usd_per_gpu_hour_spot=None if found is None else round(found, 6))
 
 
 def _card(item: Any) -> Gpu | None:
