@@ -253,6 +253,7 @@ def _ensemble(fits: Sequence[_Fit], weight: Array, rng: np.random.Generator) -> 
     slope = float((u * (5 * u - 4)).sum() / weight.sum())
     draws = max(4, round((count - 2) * min(1.0, max(slope, 0.5)) ** 2))
     drawn = rng.multinomial(draws, np.full(count, 1 / count), BOOTSTRAPS).astype(float) * weight
+    drawn = drawn[drawn.any(axis=1)]  # a resample of nothing but rejected points tells nothing
     solutions, losses = [], []
     for fit in fits:
         aa, ab, bb, at, bt = fit.sums(fit.fitted, drawn)

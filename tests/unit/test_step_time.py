@@ -152,6 +152,18 @@ def test_nothing_makes_it_raise(points: list[tuple[float, float]], with_sound: b
         middle, low, high = model.predict(1000.0)
         assert 0 <= low <= middle <= high < math.inf
         assert math.isfinite(model.error)
+        assert all(math.isfinite(v) for name in ("fixed_s", "per_slot_s") for v in model.interval(name))
+
+
+def test_resamples_of_rejected_points_alone_do_not_count() -> None:
+    """With few points, of which some are outliers, a resample can hold nothing else."""
+    x = [4.0 * (i + 1) for i in range(8)]
+    y = [(1e-3 + 1e-5 * v) * (1 + 0.003 * (i % 3 - 1)) * (3 if i in (1, 4, 6) else 1) for i, v in enumerate(x)]
+    model = fit_step_time(x, y)
+    assert isinstance(model, StepTime)
+    assert model.curve.seconds(20) == pytest.approx(1.2e-3, rel=0.05)
+    assert all(math.isfinite(v) for name in ("fixed_s", "per_slot_s") for v in model.interval(name))
+    assert all(math.isfinite(c.fixed_s) and math.isfinite(c.per_slot_s) for c in model.ensemble)
 
 
 @given(st.data())
