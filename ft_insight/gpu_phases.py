@@ -11,7 +11,7 @@ the two clocks are known to agree only so far. A mean that is left open too wide
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -114,11 +114,11 @@ class GpuPhases:
         self._covered_s = -math.inf
         self._from_s = math.inf
         self._pending: deque[tuple[str, Window, dict[str, float], bool]] = deque(maxlen=MOST_PENDING)
-        self._gpus: dict[str, _Uses] = {}
+        self._gpus: defaultdict[str, _Uses] = defaultdict(_Uses)
 
     def add_sample(self, t_s: float, sample: r.GpuSample) -> None:
         """Take a sample in; it is joined once the steps around it are known."""
-        uses = self._gpus.setdefault(sample.uuid, _Uses())
+        uses = self._gpus[sample.uuid]
         names = ("sm_percent", "tensor_percent", "dram_percent")
         # what a log says may be anything
         values = {name: v for name in names if (v := getattr(sample, name)) is not None and 0 <= v <= 100}
@@ -150,14 +150,18 @@ class GpuPhases:
             uuid, (begin, end), values, pure = self._pending.popleft()
             while len(self._intervals) > 1 and self._intervals[0][1] < begin - DRIVER_WINDOW_S:
                 self._intervals.popleft()
-            if begin - SHIFT_S < self._from_s or (pure and self._gpus[uuid].counted):
+            uses = self._gpus[uuid]
+            if begin - SHIFT_S < self._from_s or (pure and uses.counted):
+                continue
+            weight = uses.next_weight()
+            if not weight:
                 continue
             near = [i for i in self._intervals if i[1] > begin - SHIFT_S and i[0] < end + SHIFT_S]
             shares = [shares_of((begin + s, end + s), near) for s in (-SHIFT_S, 0.0, SHIFT_S)]
             if not pure or all(len(found) == 1 for found in shares):
-                self._gpus[uuid].add(shares, values)
+                uses.add(shares, values, weight)
             else:
-                self._gpus[uuid].mixed += 1
+                uses.mixed += 1
 
     def uses(self, uuid: str, *, final: bool) -> tuple[tuple[PhaseUse, ...], str | None]:
         """Return what is known by phase, and why nothing is; ``final`` leaves no sample out."""
@@ -176,21 +180,32 @@ class _Uses:
         self._seen: Window | None = None
         self._sums: dict[str, list[_Blocks]] = {}
         self._count = 0
+        self._windows = 0
+        self._stride = 1
         self._told: tuple[int, tuple[tuple[PhaseUse, ...], str | None]] = (-1, ((), None))
 
     def is_new(self, window: Window) -> bool:
         if not self.counted:
             self.counted = True
             self._sums.clear()
+            self._windows, self._stride = 0, 1
         new, self._seen = window != self._seen, window
         return new
 
-    def add(self, shares: Sequence[Mapping[str, float]], values: Mapping[str, float]) -> None:
+    def next_weight(self) -> int:
+        """Return for how many windows the next one stands, 0 where another does: a long run costs as a short one."""
+        self._windows += 1
+        weight = 0 if self._windows % self._stride else self._stride
+        if self._windows >= MOST_WINDOWS * self._stride:
+            self._stride *= 2
+        return weight
+
+    def add(self, shares: Sequence[Mapping[str, float]], values: Mapping[str, float], weight: int) -> None:
         self._count += 1
         for name, value in values.items():
             blocks = self._sums.setdefault(name, [_Blocks() for _ in shares])
             for sums, shifted in zip(blocks, shares, strict=True):
-                sums.add(shifted, value)
+                sums.add(shifted, value, weight)
 
     def told(self, *, final: bool) -> tuple[tuple[PhaseUse, ...], str | None]:
         count, answer = self._told
@@ -223,22 +238,14 @@ class _Blocks:
     def __init__(self) -> None:
         self.blocks: list[_Sums] = []
         self._size = BLOCK
-        self._windows = 0
-        self._stride = 1
 
-    def add(self, shares: Mapping[str, float], value: float) -> None:
-        self._windows += 1
-        if self._windows % self._stride:
-            return
+    def add(self, shares: Mapping[str, float], value: float, weight: int) -> None:
         if not self.blocks or self.blocks[-1].count >= self._size:
             if len(self.blocks) == MOST_BLOCKS:
                 self.blocks = [a.plus(b) for a, b in zip(self.blocks[::2], self.blocks[1::2], strict=True)]
                 self._size *= 2
             self.blocks.append(_Sums())
-        # one of several stands for all of them: a long run costs no more than a short one
-        self.blocks[-1].add(shares, value, float(self._stride))
-        if self._windows >= MOST_WINDOWS * self._stride:
-            self._stride *= 2
+        self.blocks[-1].add(shares, value, weight)
 
     def total(self) -> _Sums:
         total = _Sums()
@@ -261,7 +268,7 @@ class _Sums:
         self.products: dict[tuple[str, str], float] = {}
         self.values: dict[str, float] = {}
 
-    def add(self, shares: Mapping[str, float], value: float, weight: float) -> None:
+    def add(self, shares: Mapping[str, float], value: float, weight: int) -> None:
         self.count += 1
         self.weight += weight
         for part, share in shares.items():

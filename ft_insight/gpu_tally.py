@@ -9,7 +9,7 @@ import msgspec
 from ft_insight import records as r
 from ft_insight.gpu_phases import PhaseUse
 from ft_insight.run_view import GpuView
-from ft_insight.stats import CurveBuilder
+from ft_insight.stats import RowCurves
 
 CURVES = (
     "gpu_percent",
@@ -35,7 +35,7 @@ class GpuTally:
     """Folds the samples of one GPU, in constant memory."""
 
     def __init__(self) -> None:
-        self._curves = {name: CurveBuilder() for name in CURVES}
+        self._curves = RowCurves(CURVES)
         self._unknown: dict[str, str] = {}
         self._throttles: dict[str, int] = {}
         self._throttle_samples = 0
@@ -53,8 +53,7 @@ class GpuTally:
                 self._unknown[field] = reason
             else:
                 self._unknown.pop(field, None)
-        for name, curve in self._curves.items():
-            curve.add(t_s, getattr(sample, name))
+        self._curves.add(t_s, sample)
         self._xids.extend((t_s, number) for number in sample.xid or ())
         self._note_throttle(sample.throttle)
         if sample.lost:
@@ -81,7 +80,7 @@ class GpuTally:
         count = self._throttle_samples
         return GpuView(
             latest=msgspec.structs.replace(latest, unknown=dict(self._unknown)),
-            curves={name: points for name, curve in self._curves.items() if (points := curve.points())},
+            curves=self._curves.curves(),
             throttles={word: times / count for word, times in self._throttles.items()},
             power_throttled=self._power_samples / count if count else None,
             thermal_throttled=self._thermal_samples / count if count else None,

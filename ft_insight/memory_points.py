@@ -94,15 +94,30 @@ class MemoryTally:
         """Take in a step's micro-batches."""
         self._steps += 1
         slots = [m.slots for m in step.micro if m.slots is not None]
-        self._fits = max([self._fits, *slots])
+        self._fits = max((self._fits, *slots))
         memory = step.memory
         if memory is None:
             return
         self._between = memory.allocated_bytes if memory.allocated_bytes is not None else memory.base_bytes
         if memory.base_bytes is not None and self._steps > 1:
             self._bases.append(memory.base_bytes)
-        for point in _points(step, memory) if memory.micro else self._by_step(slots, memory):
+        if memory.micro:
+            self._by_micro_batch(step, memory)
+            return
+        for point in self._by_step(slots, memory):
             (self._exact if point.exact else self._bounds).add(point)
+
+    def _by_micro_batch(self, step: r.Step, memory: r.Memory) -> None:
+        """Take in the peaks of a step's micro-batches; under accumulation the first lacks the others' gradients."""
+        skipped = len(step.micro) > 1 and len(memory.micro) > 1
+        for micro, told in zip(step.micro[skipped:], memory.micro[skipped:], strict=False):
+            high = told.peak_bytes
+            low = high if told.exact else told.seen_bytes
+            if not micro.slots or low is None or high is None:
+                continue
+            sample = self._exact if low >= high else self._bounds
+            if sample.wants():  # a point is made only where it is kept: logs are long
+                sample.take(MemoryPoint(micro.slots, min(low, high), high, memory.base_bytes, told.seen_bytes))
 
     def _by_step(self, slots: list[int], memory: r.Memory) -> Iterator[MemoryPoint]:
         """Without figures of micro-batches, the largest one is taken to make the peak, if the peak rose."""
@@ -149,16 +164,6 @@ class MemoryTally:
             fits_slots=self._fits or None,
             fails_slots=fails,
         )
-
-
-def _points(step: r.Step, memory: r.Memory) -> Iterator[MemoryPoint]:
-    """Yield the peaks of a step's micro-batches; under accumulation the first lacks the gradients of the others."""
-    pairs = list(zip(step.micro, memory.micro, strict=False))
-    for micro, told in pairs[1:] if len(pairs) > 1 else pairs:
-        low = told.peak_bytes if told.exact else told.seen_bytes
-        if micro.slots and low is not None and told.peak_bytes is not None:
-            low = min(low, told.peak_bytes)
-            yield MemoryPoint(micro.slots, low, told.peak_bytes, memory.base_bytes, told.seen_bytes)
 
 
 def _settled(point: MemoryPoint, base: int | None) -> MemoryPoint:

@@ -30,11 +30,13 @@ class Status:
 class RunReader:
     """Follows the log at ``path`` and those of its sibling ranks, which may appear later.
 
-    ``poll`` raises :class:`~ft_insight.runlog.RunLogError` for what is no run log.
+    ``poll`` raises :class:`~ft_insight.runlog.RunLogError` for what is no run log. ``thinned`` as of
+    :class:`~ft_insight.runlog.Follower`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, thinned: bool = False) -> None:
         self.path = path
+        self._thinned = thinned
         self._logs: dict[Path, tuple[Follower, RunState]] = {}
 
     def poll(self) -> bool:
@@ -44,7 +46,7 @@ class RunReader:
 
     def _poll_one(self, file: Path) -> bool:
         if file not in self._logs:
-            self._logs[file] = (Follower(file), RunState())
+            self._logs[file] = (Follower(file, thinned=self._thinned), RunState())
         follower, state = self._logs[file]
         poll = follower.poll()
         if poll.restarted:
@@ -88,9 +90,12 @@ class RunReader:
         return Status("live", "live")
 
 
-def read_run(path: Path) -> tuple[RunView, Status]:
-    """Read all that a run's logs hold now. Raises :class:`~ft_insight.runlog.RunLogError` if that is nothing."""
-    reader = RunReader(path)
+def read_run(path: Path, *, thinned: bool = False) -> tuple[RunView, Status]:
+    """Read all that a run's logs hold now; ``thinned``: but not every sample of its GPUs.
+
+    Raises :class:`~ft_insight.runlog.RunLogError` if that is nothing.
+    """
+    reader = RunReader(path, thinned=thinned)
     if not path.exists():
         raise RunLogError(f"{path} does not exist")
     while reader.poll():

@@ -6,8 +6,9 @@ dashboard and projections draw views and compute nothing of their own, so that t
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, get_args
 
 from ft_insight import records as r
 from ft_insight.experts import EDGE, ExpertTally, model_load
@@ -17,11 +18,12 @@ from ft_insight.layer_times import LayerTally
 from ft_insight.memory_points import MemoryTally
 from ft_insight.part_points import PartTally
 from ft_insight.run_view import HostView, RunView
-from ft_insight.stats import CurveBuilder, EvenSample, median
+from ft_insight.stats import CurveBuilder, EvenSample, RowCurves, median
 from ft_insight.step_sums import StepSums, rates_of, shares_of, work_of
 
 RECENT_STEPS = 20
 LATEST_FLUSHES = 64
+MEMORY_CURVES = ("allocated_bytes", "reserved_bytes", "peak_allocated_bytes", "rss_bytes")
 OTHER_BATCHES = "other batches"
 """What a sweep spent on batch sizes that are not the job's."""
 
@@ -34,7 +36,8 @@ class RunState:
         self._earlier_s = 0.0
         self._clock_s = 0.0
         self._segments = 0
-        self._curves: dict[str, CurveBuilder] = {}
+        self._curves: defaultdict[str, CurveBuilder] = defaultdict(CurveBuilder)
+        self._memory_curves = RowCurves(MEMORY_CURVES)
         self._filling = MemoryTally()
         self._before = ExpertTally("before")
         self._start_segment(None)
@@ -56,9 +59,9 @@ class RunState:
             self._on_header(record)
             return
         self._clock_s = max(self._clock_s, record.t_s + getattr(record, "wall_s", 0.0))
-        handler = getattr(self, f"_on_{type(record).__name__.lower()}", None)
+        handler = _HANDLERS.get(type(record))
         if handler is not None:
-            handler(record)
+            handler(self, record)
 
     # one handler per record
 
@@ -67,10 +70,12 @@ class RunState:
         self._segments += 1
         if header.first_step == 0:
             self._curves.clear()  # a fresh start, or a retry: the steps before it count for nothing
+            self._memory_curves = RowCurves(MEMORY_CURVES)
             self._before = ExpertTally("before")
         else:
             for curve in self._curves.values():
                 curve.cut_after(header.first_step)
+            self._memory_curves.cut_after(header.first_step)
         self._start_segment(header)
 
     def _start_segment(self, header: r.Header | None) -> None:
@@ -90,11 +95,11 @@ class RunState:
         self._nonfinite: tuple[str, ...] = ()
         self._memory: r.Memory | None = None
         self._filling.start_segment()
-        self._gpus: dict[str, GpuTally] = {}
+        self._gpus: defaultdict[str, GpuTally] = defaultdict(GpuTally)
         self._gpu_phases = GpuPhases()
         self._gpu_dropped = 0
         self._host: r.HostSample | None = None
-        self._host_cpu, self._host_rss = CurveBuilder(), CurveBuilder()
+        self._host_curves = RowCurves(("cpu_percent", "rss_bytes"))
         self._experts = ExpertTally()
         self._after = ExpertTally("after")
         self._experts_first = ExpertTally()
@@ -136,8 +141,8 @@ class RunState:
         if step.wall_s > 0:
             for name, count in (("queries_per_s", work[0]), ("real_tokens_per_s", work[2])):
                 if count is not None:
-                    self._curve(name).add(step.step, count / step.wall_s)
-        self._curve("step_s").add(step.step, step.wall_s)
+                    self._curves[name].add(step.step, count / step.wall_s)
+        self._curves["step_s"].add(step.step, step.wall_s)
 
     def _on_other_batch(self, step: r.Step) -> None:
         """Take in a sweep's step at another batch than the job's: all rates and shares are of the job's own."""
@@ -154,8 +159,7 @@ class RunState:
         if step.memory is None:
             return
         self._memory = step.memory
-        for name in ("allocated_bytes", "reserved_bytes", "peak_allocated_bytes", "rss_bytes"):
-            self._curve(name).add(step.step, getattr(step.memory, name))
+        self._memory_curves.add(step.step, step.memory)
 
     def _note_outside(self, parts: Mapping[str, float]) -> None:
         for kind, seconds in parts.items():
@@ -172,7 +176,7 @@ class RunState:
         kept = tuple(name for name in self._nonfinite if name not in logs.values)
         self._nonfinite = (*kept, *logs.nonfinite)
         for name, value in logs.values.items():
-            self._curve(name).add(logs.step, value)
+            self._curves[name].add(logs.step, value)
 
     def _on_experts(self, experts: r.Experts) -> None:
         for tally in (self._experts, self._before, self._after):
@@ -188,7 +192,7 @@ class RunState:
             self._experts_latest.popleft()
         load = model_load(ExpertTally.of([experts]).layers(), experts.queries)
         if load is not None:
-            self._curve("expert_variance").add(experts.step, load.variance_n)
+            self._curves["expert_variance"].add(experts.step, load.variance_n)
 
     def _edge(self) -> float:
         total = _planned(self._header)
@@ -210,12 +214,11 @@ class RunState:
     def _on_gpu(self, gpu: r.Gpu) -> None:
         self._gpu_dropped += gpu.dropped
         for sample in gpu.samples:
-            self._gpus.setdefault(sample.uuid, GpuTally()).add(gpu.t_s, sample)
+            self._gpus[sample.uuid].add(gpu.t_s, sample)
             self._gpu_phases.add_sample(gpu.t_s, sample)
         if gpu.host is not None:
             self._host = gpu.host
-            self._host_cpu.add(gpu.t_s, gpu.host.cpu_percent)
-            self._host_rss.add(gpu.t_s, gpu.host.rss_bytes)
+            self._host_curves.add(gpu.t_s, gpu.host)
 
     def _on_notice(self, notice: r.Notice) -> None:
         self._notices.setdefault((notice.collector, notice.text), notice)
@@ -229,12 +232,6 @@ class RunState:
     def _on_end(self, end: r.End) -> None:
         self._end = end
         self._note_outside(end.before_s)
-
-    def _curve(self, name: str) -> CurveBuilder:
-        curve = self._curves.get(name)
-        if curve is None:
-            curve = self._curves[name] = CurveBuilder()
-        return curve
 
     # the snapshot
 
@@ -272,7 +269,7 @@ class RunState:
             ledger_gap=self._sums.gap(),
             outside=shares_of(self._spans, r.OUTSIDE_KINDS, whole=self._clock_s),
             unaccounted_s=self._clock_s - self._sums.wall_s - sum(self._spans.values()),
-            curves={name: curve.points() for name, curve in self._curves.items()},
+            curves={name: curve.points() for name, curve in self._curves.items()} | self._memory_curves.curves(),
             latest_logs=dict(self._logs),
             nonfinite=self._nonfinite,
             memory=self._memory,
@@ -280,7 +277,7 @@ class RunState:
                 gpu.view(*self._gpu_phases.uses(uuid, final=self._end is not None)) for uuid, gpu in self._gpus.items()
             ),
             gpu_dropped=self._gpu_dropped,
-            host=HostView(self._host, self._host_cpu.points(), self._host_rss.points()) if self._host else None,
+            host=HostView(self._host, **self._host_curves.curves()) if self._host else None,
             experts=self._experts.layers(),
             expert_load=model_load(self._experts.layers(), self._experts.queries),
             experts_start=start.layers(),
@@ -325,6 +322,13 @@ class RunState:
         newest, oldest = self._last[-1], self._last[0]
         pace = (newest.t_s + newest.wall_s - oldest.t_s - oldest.wall_s) / (len(self._last) - 1)
         return max(0, total - self._step) * pace
+
+
+_HANDLERS: dict[type, Callable[[RunState, Any], None]] = {
+    kind: getattr(RunState, f"_on_{kind.__name__.lower()}")
+    for kind in get_args(r.Record)
+    if hasattr(RunState, f"_on_{kind.__name__.lower()}")
+}
 
 
 def _planned(header: r.Header | None) -> int | None:

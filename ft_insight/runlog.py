@@ -39,6 +39,7 @@ LOG_VARIABLE = "FT_INSIGHT_LOG"
 
 _RANK_FILE = re.compile(r"\.rank\d+\.jsonl$")
 _TYPES = frozenset(t.__struct_config__.tag for t in get_args(Record))
+_SAMPLES = b'{"type":"gpu"'
 
 
 class RunLogError(ValueError):
@@ -190,10 +191,13 @@ class Follower:
 
     Lines of unknown type and lines that are no JSON are counted in ``unknown`` and ``malformed`` and passed
     over. Raises :class:`RunLogError` for a file that is no run log, or one written by a newer ft-insight.
+    ``thinned`` leaves out all but the last of the GPUs' samples in what it reads at once: who asks only for what
+    steps took need not wait for the many that a long run has.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, thinned: bool = False) -> None:
         self.path = path
+        self._thinned = thinned
         self.unknown = 0
         self.malformed = 0
         self.modified_at: float | None = None
@@ -253,7 +257,8 @@ class Follower:
         return file.read(len(self._first_bytes)) != self._first_bytes
 
     def _decode(self, data: bytes) -> Iterator[Record]:
-        for line in data.split(b"\n"):
+        lines = data.split(b"\n")
+        for line in _with_last_sample(lines) if self._thinned else lines:
             if not line.strip():
                 continue
             try:
@@ -293,6 +298,13 @@ class Follower:
 
     def _not_a_log(self) -> RunLogError:
         return RunLogError(f"{self.path} is not an ft-insight run log: it does not begin with a header record")
+
+
+def _with_last_sample(lines: list[bytes]) -> list[bytes]:
+    """Leave out the lines of GPUs' samples but for the last one, told by how the writer begins them."""
+    kept = [line for line in lines if not line.startswith(_SAMPLES)]
+    last = next((line for line in reversed(lines) if line.startswith(_SAMPLES)), None)
+    return kept if last is None else [*kept, last]
 
 
 def read_records(path: Path) -> tuple[Follower, Iterator[Record]]:

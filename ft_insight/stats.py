@@ -30,14 +30,11 @@ class CurveBuilder:
         """Add a point; None (unmeasured) leaves a gap that is not drawn."""
         if y is None or not math.isfinite(y):
             return
-        if self._stride == 1:
-            self._points.append((x, y))
-        else:
-            self._pending.append((x, y))
-            if len(self._pending) < self._stride:
-                return
-            self._points.append(_mean_point(self._pending))
-            self._pending.clear()
+        self._pending.append((x, y))
+        if len(self._pending) < self._stride:
+            return
+        self._points.append(_mean_point(self._pending) if self._stride > 1 else (x, y))
+        self._pending.clear()
         if len(self._points) >= self._limit:
             pairs = zip(self._points[::2], self._points[1::2], strict=True)
             self._points = [_mean_point(pair) for pair in pairs]
@@ -52,6 +49,50 @@ class CurveBuilder:
         """Return the points, oldest first, the latest unfinished one included."""
         tail = (_mean_point(self._pending),) if self._pending else ()
         return (*self._points, *tail)
+
+
+class RowCurves:
+    """Several curves over one x, each of an attribute of the rows that are added; thinned together, as one curve is.
+
+    What a row does not know (None) is left out of its mean. For many attributes this is far cheaper than a
+    :class:`CurveBuilder` for each.
+    """
+
+    def __init__(self, names: Sequence[str], limit: int = CURVE_POINTS) -> None:
+        self._names = names
+        self._limit = limit + limit % 2
+        self._stride = 1
+        self._points: list[tuple[float, Sequence[float | None]]] = []
+        self._pending: list[tuple[float, object]] = []
+
+    def add(self, x: float, row: object) -> None:
+        """Add a point to every curve."""
+        self._pending.append((x, row))
+        if len(self._pending) < self._stride:
+            return
+        self._points.append(self._mean_row())
+        self._pending.clear()
+        if len(self._points) >= self._limit:
+            pairs = zip(self._points[::2], self._points[1::2], strict=True)
+            self._points = [(x, [_mean(pair) for pair in zip(a, b, strict=True)]) for (_, a), (x, b) in pairs]
+            self._stride *= 2
+
+    def _mean_row(self) -> tuple[float, Sequence[float | None]]:
+        rows = [row for _, row in self._pending]
+        return self._pending[-1][0], [_mean([getattr(row, name) for row in rows]) for name in self._names]
+
+    def cut_after(self, x: float) -> None:
+        """Forget all points beyond ``x``."""
+        self._points = [p for p in self._points if p[0] <= x]
+        self._pending = [p for p in self._pending if p[0] <= x]
+
+    def curves(self) -> dict[str, tuple[tuple[float, float], ...]]:
+        """Return the points by name, oldest first; what was never known is left out."""
+        points = [*self._points, self._mean_row()] if self._pending else self._points
+        columns = {
+            name: tuple((x, y) for x, ys in points if (y := ys[i]) is not None) for i, name in enumerate(self._names)
+        }
+        return {name: column for name, column in columns.items() if column}
 
 
 class EvenSample(Generic[T]):
@@ -71,9 +112,16 @@ class EvenSample(Generic[T]):
 
     def add(self, item: T) -> None:
         """Offer one item."""
+        if self.wants():
+            self.take(item)
+
+    def wants(self) -> bool:
+        """Offer one item that is yet to be made: True if it is to be taken."""
         self._seen += 1
-        if self._seen < self._next:
-            return
+        return self._seen >= self._next
+
+    def take(self, item: T) -> None:
+        """Take the item that was wanted."""
         if len(self._items) < self._limit:
             self._items.append(item)
             if len(self._items) < self._limit:
@@ -91,7 +139,12 @@ class EvenSample(Generic[T]):
 
 def _mean_point(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     # The last x keeps curves ending at the latest step; the mean y keeps their area.
-    return points[-1][0], sum(y for _, y in points) / len(points)
+    return points[-1][0], sum([y for _, y in points]) / len(points)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [y for y in values if y is not None and math.isfinite(y)]
+    return sum(known) / len(known) if known else None
 
 
 def median(values: Iterable[float]) -> float | None:

@@ -12,19 +12,25 @@ Work = tuple[int | None, int | None, int | None, int | None]
 """What ``COUNTS`` names, in that order."""
 
 
-def _plus(one: int | None, other: int | None) -> int | None:
-    return None if one is None or other is None else one + other
+def _plus(one: Work, other: Work) -> Work:
+    """Add count by count; what is not known of one is not known of the sum."""
+    a, b, c, d = one
+    e, f, g, h = other
+    return (
+        None if a is None or e is None else a + e,
+        None if b is None or f is None else b + f,
+        None if c is None or g is None else c + g,
+        None if d is None or h is None else d + h,
+    )
 
 
 def work_of(step: r.Step) -> Work:
     """Sum a step's micro-batches. It runs for every step of a log, so it is written for speed."""
     if not step.micro:
         return None, None, None, None
-    first, *rest = step.micro
-    work = (first.queries, first.slots, first.real_tokens, first.loss_tokens)
-    for m in rest:
-        a, b, c, d = work
-        work = (_plus(a, m.queries), _plus(b, m.slots), _plus(c, m.real_tokens), _plus(d, m.loss_tokens))
+    work: Work = (0, 0, 0, 0)
+    for m in step.micro:
+        work = _plus(work, (m.queries, m.slots, m.real_tokens, m.loss_tokens))
     return work
 
 
@@ -64,9 +70,7 @@ class StepSums:
         """Take in of a step what rates follow from, and no more."""
         self.steps += 1
         self.wall_s += step.wall_s
-        a, b, c, d = self._work
-        e, f, g, h = work
-        self._work = (_plus(a, e), _plus(b, f), _plus(c, g), _plus(d, h))
+        self._work = _plus(self._work, work)
 
     def self_share(self) -> float | None:
         """Return what ft-insight itself took, as a fraction of the steps' wall time."""

@@ -67,7 +67,7 @@ def project_text(run_names: Sequence[str], question: Mapping[str, Any], *, form:
 
 
 def _finished(path: Path) -> tuple[RunView, Status]:
-    view, status = read_run(path)
+    view, status = read_run(path, thinned=True)
     if not view.totals.steps:
         raise ValueError(f"{path} has no finished step yet: there is nothing to project from")
     return view, status

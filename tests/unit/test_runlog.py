@@ -453,3 +453,15 @@ def test_rank_files(tmp_path: Path) -> None:
     log(tmp_path / "a1x.rank3.jsonl", [header()])
     (tmp_path / "a[1]*.rankX.jsonl").touch()
     assert [p.name for p in runlog.rank_files(base)] == ["a[1]*.jsonl", "a[1]*.rank2.jsonl", "a[1]*.rank10.jsonl"]
+
+
+def test_a_thinned_log_has_all_but_the_samples_before_the_last(tmp_path: Path) -> None:
+    def sample(t_s: float) -> r.Gpu:
+        return r.Gpu(t_s=t_s, samples=(r.GpuSample(uuid="GPU-1", gpu_percent=t_s),))
+
+    items = [header(), sample(1.0), step(1, 0.0), sample(2.0), step(2, 1.0), sample(3.0)]
+    path = log(tmp_path / "run.jsonl", items)
+    found = drain(Follower(path, thinned=True))
+    assert [type(x).__name__ for x in found if not isinstance(x, r.Gpu)] == ["Header", "Step", "Step"]
+    assert [x.t_s for x in found if isinstance(x, r.Gpu)] == [3.0]
+    assert len(drain(Follower(path))) == 6

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_insight import units
-from ft_insight.stats import CurveBuilder, EvenSample, median
+from ft_insight.stats import CurveBuilder, EvenSample, RowCurves, median
 from ft_insight.words import clean, hours_text, usd_text
 
 ANY = st.one_of(st.none(), st.floats(-1e300, 1e300), st.sampled_from([math.nan, math.inf, -math.inf]))
@@ -192,3 +193,47 @@ def test_a_sample_prefers_no_part_of_a_run() -> None:
             sample.add(i)
         means.append((sum(sample.items()) / limit - 25_000) / (50_000 / math.sqrt(12 * limit)))
     assert all(abs(mean) < 3 for mean in means)  # in standard errors of the mean of a uniform sample
+
+
+@dataclass(frozen=True)
+class Row:
+    one: float | None
+    two: float | None = None
+    never: float | None = None
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=3000))
+@settings(max_examples=30, deadline=None)
+def test_curves_of_rows_are_those_of_their_columns(values: list[float]) -> None:
+    rows, column = RowCurves(("one", "two", "never"), 16), CurveBuilder(16)
+    for i, value in enumerate(values):
+        rows.add(i, Row(value, 2 * value if i % 3 else None))
+        column.add(i, value)
+    found = rows.curves()
+    assert [x for x, _ in found["one"]] == [x for x, _ in column.points()]
+    assert [y for _, y in found["one"]] == pytest.approx([y for _, y in column.points()], abs=1e-6)
+    assert "never" not in found
+    assert len(found["one"]) <= 16 + 1
+
+
+def test_a_row_that_lacks_a_figure_is_left_out_of_its_mean() -> None:
+    rows = RowCurves(("one", "two"), 4)
+    for i in range(8):
+        rows.add(i, Row(float(i), 10.0 * i if i % 2 else None))
+    assert rows.curves() == {"one": ((3, 1.5), (7, 5.5)), "two": ((3, 20.0), (7, 60.0))}
+    rows.cut_after(5)
+    assert rows.curves() == {"one": ((3, 1.5),), "two": ((3, 20.0),)}
+
+
+@given(st.integers(0, 3), st.lists(st.integers(), max_size=300))
+def test_an_item_that_is_made_only_when_wanted_is_sampled_as_any_other(seed: int, items: list[int]) -> None:
+    whole: EvenSample[int] = EvenSample(10)
+    lazy: EvenSample[int] = EvenSample(10)
+    made = 0
+    for item in items:
+        whole.add(item)
+        if lazy.wants():
+            made += 1
+            lazy.take(item)
+    assert whole.items() == lazy.items()
+    assert made <= len(items)
