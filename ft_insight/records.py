@@ -75,6 +75,8 @@ class TrainFacts(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_o
     compiled: bool | None = None
     packing: str | None = None
     padding_free: bool | None = None
+    loader_workers: int | None = None
+    """Processes that load data while the device computes; 0: the training process loads it, between micro-batches."""
     max_length: int | None = None
     max_steps: int | None = None
     """Optimizer steps at which this run ends."""

@@ -129,6 +129,7 @@ def train_facts(trainer: Any, args: Any, state: Any, model: nn.Module) -> TrainF
         compiled=is_compiled(trainer, args, model),
         packing=str(getattr(args, "packing_strategy", "packed")) if packing else None,
         padding_free=bool(getattr(trainer, "padding_free", False)),
+        loader_workers=getattr(args, "dataloader_num_workers", None),
         max_length=getattr(args, "max_length", None),
         max_steps=state.max_steps if state.max_steps and state.max_steps > 0 else None,
         epochs=float(args.num_train_epochs),

@@ -40,7 +40,7 @@ class Measured:
     density: float | None = None
     """Share of the experts that a token is to pass through, where that is another than in the run."""
     joint: Joint | None = None
-    """The step time of runs with several numbers of experts per token, fitted together."""
+    """The step time of several runs fitted together, where they tell of other densities or lengths what none does."""
 
     @property
     def gpu_count(self) -> int:
@@ -105,15 +105,21 @@ def measure(view: RunView, *others: RunView) -> Measured:
         peak=fit_peak(view.filling),
         rest_s=_rest(view),
         here=gpu_for_device(device.name, device.memory_bytes) if device and device.kind == "cuda" else None,
-        joint=_jointly((view, *others)) if len(alike) <= len(others) else None,
+        joint=_jointly((view, *others)) if others else None,
     )
 
 
 def _jointly(views: tuple[RunView, ...]) -> Joint | None:
+    """Fit runs together where their densities differ, or their lengths by themselves; None where slots say it all."""
     from ft_insight.estimate.joint import fit_joint
 
-    found = fit_joint([point for view in views for point in micro_points(view)])
-    return None if isinstance(found, NotIdentifiable) else found
+    points = [point for view in views for point in micro_points(view)]
+    if any(point.length is None for point in points):
+        points = [replace(point, length=None) for point in points]
+    found = fit_joint(points)
+    if isinstance(found, NotIdentifiable) or found.best.design.terms == ("per_unit_s",):
+        return None
+    return found
 
 
 def _rest(view: RunView) -> float | None:

@@ -12,12 +12,14 @@ from ft_insight.estimate.measured import Measured
 from ft_insight.estimate.parallel import Setting
 from ft_insight.estimate.step_time import NotIdentifiable
 from ft_insight.estimate.transfer import TransferError
-from ft_insight.estimate.work import Work, header_work
+from ft_insight.estimate.work import Work, attention_share, header_work
 from ft_insight.estimate.workload import Workload
 
 Triple = tuple[float, float, float]
 NO_STEPS = "the run finished fewer than two steps"
 NO_QUERIES = "the batches do not tell how many queries they hold"
+ATTENTION_WEIGHTS = (0.5, 1.0, 2.0)
+"""Of attention's FLOPs: kernels that skip what is masked do half of them, and all reach less of a peak than matmuls."""
 NO_WORK = Work(None, 0.0, 0.0, 0.0, None)
 
 
@@ -53,9 +55,9 @@ def _expected_step(measured: Measured, workload: Workload) -> Triple | TransferE
     seen = [m.slots for m in view.micro if m.slots]
     if seen and max(seen) == min(seen) and 0.95 < slots / seen[0] < 1.05:
         return None
-    if isinstance(measured.step_time, NotIdentifiable):
-        return TransferError(f"rows of other lengths: {measured.step_time.reason}")
-    micro_s = measured.step_time.predict(slots)
+    micro_s = _fitted(measured, workload, batch)
+    if isinstance(micro_s, TransferError):
+        return micro_s
     work = batch * measured.accumulation * measured.ranks
     middle, low, high = (work / (measured.accumulation * s + (measured.rest_s or 0.0)) for s in micro_s)
     return middle, high, low
@@ -88,8 +90,9 @@ def micro_here(measured: Measured, workload: Workload, setting: Setting | None) 
         return _micro_at_density(measured, workload, setting, measured.density)
     if setting is not None and setting.batch != measured.batch:
         slots = workload.slots(setting.batch)
-        if slots is not None and not isinstance(measured.step_time, NotIdentifiable):
-            return _positive(measured.step_time.predict(slots))
+        fitted = _fitted(measured, workload, setting.batch)
+        if not isinstance(fitted, TransferError):
+            return _positive(fitted)
         if measured.batch and setting.batch < measured.batch:
             return TransferError(
                 f"batch {measured.batch} does not fit, and what smaller ones take cannot be told"
@@ -112,14 +115,53 @@ def micro_here(measured: Measured, workload: Workload, setting: Setting | None) 
     return _positive((seconds(rate[0]), seconds(rate[2]), seconds(rate[1])))
 
 
+def _fitted(measured: Measured, workload: Workload, batch: int) -> Triple | TransferError:
+    """Return the seconds of a micro-batch of ``batch`` of the job's rows, by the model of several runs or of this one.
+
+    Where one run's model is asked for rows of other lengths, attention's share is that of its FLOPs, half to twice.
+    """
+    slots = workload.slots(batch)
+    if slots is None:
+        return TransferError("the lengths of the rows are not known; add --seq-len L")
+    if measured.joint is not None and "length_s" in measured.joint.best.names:
+        return measured.joint.predict(slots, length=slots / batch)
+    if isinstance(measured.step_time, NotIdentifiable):
+        return TransferError(f"rows of other lengths: {measured.step_time.reason}")
+    if same_rows(measured, workload):
+        return measured.step_time.predict(slots)
+    every = [measured.step_time.predict(slots * more) for more in lengthening(measured, slots / batch)]
+    return every[1][0], min(low for _, low, _ in every), max(high for _, _, high in every)
+
+
+def lengthening(measured: Measured, length: float) -> Triple:
+    """Return how many times the work of the run's slots a slot of a row of ``length`` is, by ``ATTENTION_WEIGHTS``.
+
+    1 where rows are packed: a row is then not what attention sees.
+    """
+    view = measured.view
+    header = view.header
+    known = [(m.slots, m.slots / m.queries) for m in view.micro if m.slots and m.queries]
+    if header is None or header.train.packing or header.train.padding_free or not known:
+        return 1.0, 1.0, 1.0
+    seen = sum(slots * long for slots, long in known) / sum(slots for slots, _ in known)
+    attending = {part.layer for part in view.layers if part.kind == "attention"}
+    layers = len(attending) if view.layers else None
+    there, here = (attention_share(header, each, layers) for each in (length, seen))
+    less, same, more = ((1 + weight * there) / (1 + weight * here) for weight in ATTENTION_WEIGHTS)
+    return less, same, more
+
+
 def _micro_at_density(
     measured: Measured, workload: Workload, setting: Setting | None, density: float
 ) -> Triple | TransferError:
     """Return the seconds of a micro-batch where a token passes through another share of the experts."""
-    slots = slots_of(measured, workload, setting)
-    if measured.joint is not None and slots:
-        return _positive(measured.joint.predict(slots, density))
-    found = predict_density(measured.view, density, slots, measured.step_time)
+    joint = measured.joint
+    if joint is not None and "experts_s" in joint.best.design.terms:
+        slots = _counted_slots(measured, workload, setting)
+        batch = setting.batch if setting else measured.batch
+        if slots and batch:
+            return _positive(joint.predict(slots, density, slots / batch if "length_s" in joint.best.names else None))
+    found = predict_density(measured.view, density, slots_of(measured, workload, setting), measured.step_time)
     return TransferError(found.reason) if isinstance(found, NotIdentifiable) else _positive(found.micro_s)
 
 
@@ -129,6 +171,14 @@ def _positive(triple: Triple) -> Triple:
 
 
 def slots_of(measured: Measured, workload: Workload, setting: Setting | None) -> float | None:
+    """Return the slots of a micro-batch, those of longer rows than the run's as the more slots that they work like."""
+    slots = _counted_slots(measured, workload, setting)
+    if setting is None or slots is None or same_rows(measured, workload):
+        return slots
+    return slots * lengthening(measured, slots / setting.batch)[1]
+
+
+def _counted_slots(measured: Measured, workload: Workload, setting: Setting | None) -> float | None:
     """Return the slots of a micro-batch: as counted where it is the run's own, else as expected of its rows."""
     view = measured.view
     if as_measured(measured, setting) and same_rows(measured, workload) and view.totals.slots:

@@ -14,11 +14,12 @@ from ft_insight.estimate.micro import (
     Triple,
     as_measured,
     buckets_of,
+    lengthening,
     micro_here,
     same_rows,
     slots_of,
 )
-from ft_insight.estimate.parallel import Setting, exposed_s
+from ft_insight.estimate.parallel import Setting, exposed_s, present_setting
 from ft_insight.estimate.probe import rescaled
 from ft_insight.estimate.step_time import NotIdentifiable
 from ft_insight.estimate.transfer import TransferError, from_work, precision_of, refusal
@@ -29,6 +30,8 @@ CAPACITY_GAIN = 1.15
 """Memory is what bounds a job that a card of twice the room would do faster by this factor."""
 SCALING_SPREAD = 0.05
 """80% half-width, in logarithms, of what else more GPUs cost each other: stragglers, a shared host."""
+STARVED = 0.05
+"""Of the time of computing: what a step waits for its data beyond that is not the first micro-batch's start alone."""
 LINK_SPREAD = 0.4
 """80% half-width, in logarithms, of the time that gradients take on the way."""
 
@@ -83,7 +86,9 @@ def _scaled(
         moved = buckets_of(measured, here, micro_s[0], slots).on(here, gpu)
         spread = 0.0 if here.name == gpu.name else moved.spread
         there = moved.total_s
-        rest, data = _rest_on(measured, here, gpu)
+        rest, wait = _rest_on(measured, here, gpu)
+        data = _data_wait(measured, workload, setting, wait, there)
+        rest += data - wait
         own = "measured" if measured.density is None and as_measured(measured, setting) else "by its fitted step time"
         basis = own if here.name == gpu.name else f"scaled from {here.name} ({_BASIS[moved.basis]})"
     if setting is not None and setting.ranks != measured.ranks:
@@ -190,6 +195,27 @@ def _rest_on(measured: Measured, here: Gpu, gpu: Gpu) -> tuple[float, float]:
     return rest + moving * (here.bandwidth_gbs / gpu.bandwidth_gbs - 1), rest * measured.phase_share("data_wait")
 
 
+def _data_wait(measured: Measured, workload: Workload, setting: Setting | None, wait: float, there: float) -> float:
+    """Return the seconds that a step of micro-batches of ``there`` seconds waits for its data, ``wait`` in the run.
+
+    Loading goes with the queries. In the training's own process it is what is waited for; in workers it goes on
+    while the device computes, so that where it was waited for it takes that time as well, and more of a faster device.
+    """
+    header = measured.view.header
+    now = present_setting(measured, measured.gpu_count)
+    grown = 1.0
+    if setting is not None and now is not None:
+        grown = setting.global_batch / setting.ranks / (now.global_batch / now.ranks)
+    micro_s = micro_here(measured, workload, None)
+    if header is None or not header.train.loader_workers or isinstance(micro_s, TransferError):
+        return wait * grown
+    computing = measured.accumulation * micro_s[0]
+    if wait < STARVED * computing:
+        return wait
+    accumulation = setting.accumulation if setting is not None else measured.accumulation
+    return max(0.0, (computing + wait) * grown - accumulation * there)
+
+
 def capacity_bound(measured: Measured, workload: Workload, gpu: Gpu, setting: Setting) -> bool:
     """Whether twice the batch, were there memory for it, would do the job faster by ``CAPACITY_GAIN``."""
     if isinstance(measured.step_time, NotIdentifiable):
@@ -221,6 +247,8 @@ def _rate_from_work(measured: Measured, workload: Workload, gpu: Gpu, setting: S
         slots = workload.slots(setting.batch) or 0.0
         if not slots:
             return TransferError("the lengths of the rows are not known; add --seq-len L")
+    if not same_rows(measured, workload):
+        slots *= lengthening(measured, slots / batch)[1]
     seconds = from_work(header, gpu, slots, accumulation)
     if isinstance(seconds, TransferError):
         return seconds

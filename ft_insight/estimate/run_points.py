@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ft_insight.estimate.density import active_share
 from ft_insight.estimate.models import Point
+from ft_insight.records import MicroBatch
 from ft_insight.run_view import RunView
 from ft_insight.stats import median
 
 BINS = 12
+LEAST_ALIKE = 4
 
 
 def micro_points(view: RunView) -> list[Point]:
-    """Return micro-batches of up to twelve sizes, of like slots as one point; no step's rest is in them."""
-    return [Point(slots, seconds, active_share(view) or 1.0) for slots, seconds in _sizes(view)]
+    """Return micro-batches of up to twelve sizes, of like slots as one point; no step's rest is in them.
 
-
-def points_of(view: RunView) -> list[Point]:
-    """Return steps of up to twelve sizes: micro-batches of like slots as one point, with their median time.
-
-    ``work`` is slots, ``seconds`` those of a whole optimizer step of such micro-batches. Empty where the run does not
-    tell the slots of its micro-batches.
+    Where all tell their queries, those of one batch make points of their own, whose ``length`` is slots per query.
     """
-    count = view.accumulation or 1.0
-    rest = max(0.0, median(view.rest_s) or 0.0)
     density = active_share(view) or 1.0
-    return [Point(slots, count * seconds + rest, density, accumulation=count) for slots, seconds in _sizes(view)]
+    known = [m for m in view.micro if m.slots and m.compute_s]
+    batches = {m.queries for m in known}
+    if len(batches) > 1:  # the last batch of an epoch is a smaller one, and tells little
+        batches = {b for b in batches if sum(m.queries == b for m in known) >= LEAST_ALIKE}
+    if not all(batches) or len(batches) > BINS:
+        return [Point(slots, seconds, density) for slots, seconds in _sizes(known)]
+    return [
+        Point(slots, seconds, density, slots / batch)
+        for batch in sorted(b for b in batches if b)
+        for slots, seconds in _sizes([m for m in known if m.queries == batch], max(1, BINS // len(batches)))
+    ]
 
 
-def _sizes(view: RunView) -> list[tuple[float, float]]:
+def _sizes(micro: Sequence[MicroBatch], bins: int = BINS) -> list[tuple[float, float]]:
     """Return (mean slots, median seconds) of micro-batches of like slots."""
-    known = sorted((m.slots, m.compute_s) for m in view.micro if m.slots and m.compute_s)
+    known = sorted((m.slots, m.compute_s) for m in micro if m.slots and m.compute_s)
     sizes = []
-    for i in range(BINS):
-        alike = known[i * len(known) // BINS : (i + 1) * len(known) // BINS]
+    for i in range(bins):
+        alike = known[i * len(known) // bins : (i + 1) * len(known) // bins]
         seconds = median(s for _, s in alike)
         if seconds is not None:
             sizes.append((sum(slots for slots, _ in alike) / len(alike), seconds))

@@ -13,6 +13,8 @@ MIXTURE_LAUNCHES = 6.0
 """Times as many launches where a layer loops over its experts, each with three matmuls and their index operations."""
 PACKED_BYTES, UNPACKED_BYTES = 0.5, 2.0
 """Bytes of a 4-bit weight as it is read, and as it is written for the matmul."""
+STATEFUL = ("mamba", "rwkv", "xlstm")
+"""In the names of models that carry a state along a row instead of attending to all of it."""
 ADAM_BYTES = 16.0
 """Bytes that an optimizer step moves per trained parameter: gradient and weight read, weight written, in bf16, and
 two moments, in and out."""
@@ -79,6 +81,22 @@ def flops_per_slot(header: Header) -> float | None:
     if not active:
         return None
     return float(flops_per_parameter(header.train.method, recomputed=_recomputes(header)) * active)
+
+
+def attention_share(header: Header, length: float, layers: int | None = None) -> float:
+    """Return attention's own products in FLOPs for each FLOP of matrix products with weights, rows ``length`` long.
+
+    Scores and their sums over values are ``2 L d`` FLOPs each per slot and layer, as if nothing were masked; backward
+    does both twice, recomputation once more. ``layers`` is how many attend, all of them unless told. 0 where the
+    model's shape is not known, or its kind has a state instead.
+    """
+    model = header.model
+    layers = model.layers if layers is None else layers
+    per_slot = flops_per_slot(header)
+    if not per_slot or not layers or not model.hidden or any(word in (model.kind or "") for word in STATEFUL):
+        return 0.0
+    passes = 4 if _recomputes(header) else 3
+    return passes * 4.0 * length * model.hidden * layers / per_slot
 
 
 def header_work(header: Header, slots: float | None, density: float | None = None) -> Work | None:

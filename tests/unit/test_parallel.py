@@ -35,9 +35,10 @@ def run(
             slots = batch * rng.choice(lengths)
             most = max(most, slots)
             micros.append(r.MicroBatch(batch, slots, slots // 2, slots // 2, 0.1 + 1e-3 * slots))
-        wall = sum(m.compute_s or 0.0 for m in micros) + 0.05
+        compute = sum(m.compute_s or 0.0 for m in micros)
+        wall, phases = compute + 0.05, {"forward": compute / 3, "backward": compute * 2 / 3, "other": 0.05}
         memory = r.Memory(allocated_bytes=9 * GIB, peak_allocated_bytes=10 * GIB + most * moving)
-        items.append(step(number, t_s, wall, micro=tuple(micros), memory=memory))
+        items.append(step(number, t_s, wall, phases_s=phases, micro=tuple(micros), memory=memory))
         t_s += wall
     counts = tuple(1 for _ in lengths)
     said = {"dataset": {"queries": 12_000, "length_values": lengths, "length_counts": counts}, **said}

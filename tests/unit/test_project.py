@@ -41,7 +41,9 @@ def varied(device: r.Device = A40, batch: int = 4, h: float = 0.1, c: float = 1e
         seconds = h + c * slots
         memory = r.Memory(allocated_bytes=9 * GIB, peak_allocated_bytes=10 * GIB + (most << 20))
         one = r.MicroBatch(batch, slots, slots // 2, slots // 2, seconds)
-        items.append(step(number, t_s, seconds + 0.05, micro=(one,), memory=memory if device is A40 else None))
+        phases = {"forward": seconds / 3, "backward": seconds * 2 / 3, "other": 0.05}
+        memory_known = memory if device is A40 else None
+        items.append(step(number, t_s, seconds + 0.05, phases_s=phases, micro=(one,), memory=memory_known))
         t_s += seconds + 0.05
     said = {"dataset": JOB, **said, "train": {"epochs": 2.0, "batch": batch, **said.get("train", {})}}
     return view([header(devices=(device,), **said), *items])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ from makers import A40, CPU, GIB, header, log, step, view
 
 from ft_insight import cli
 from ft_insight import records as r
-from ft_insight.catalog import find_gpu
-from ft_insight.estimate import Ask, measure, project
 from ft_insight.estimate.workload import Lengths, workload_of
 from ft_insight.token_lengths import TokenizerError, lengths_of
 
@@ -241,15 +238,3 @@ def test_lengths_stand_above_the_run_s() -> None:
     job = workload_of(view(items((100,))), lengths=Lengths(7, (10, 20), (3, 4), ("a file",)), queries=9)
     assert (job.queries, job.longest, job.epochs) == (9, 20, 2.0)
     assert job.basis.endswith("a file")
-
-
-def test_a_question_is_answered_while_a_key_is_held_down() -> None:
-    measured = measure(view(items((100, 200, 400))))
-    work = workload_of(measured.view)
-    taken = []
-    for batch in (None, 2, 8):
-        for top_k in (None, 4):
-            begun = time.process_time()
-            project(measured, Ask(work, (find_gpu("h100"),), batch=batch, top_k=top_k, price=2.0))
-            taken.append(time.process_time() - begun)
-    assert sorted(taken)[len(taken) // 2] < 0.1

@@ -1,0 +1,170 @@
+"""Rows of other lengths than a run's, data that is waited for, and several runs: against laws that are planted."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from makers import A40, header, micro, step, view
+
+from ft_insight.catalog import find_gpu
+from ft_insight.estimate import Ask, measure, project
+from ft_insight.estimate.measured import Measured
+from ft_insight.estimate.work import attention_share
+from ft_insight.estimate.workload import workload_of
+from ft_insight.records import ProjectionRow
+from ft_insight.run_view import RunView
+
+HIDDEN, LAYERS = 4096, 32
+PARAMETERS = 12 * HIDDEN**2 * LAYERS
+DENSE: dict[str, Any] = {"kind": "llama", "parameters": PARAMETERS, "active_parameters": PARAMETERS, "hidden": HIDDEN}
+FIXED_S, SLOT_S, REST_S = 0.2, 1e-4, 0.1
+A100 = find_gpu("a100")
+
+
+def run(
+    law: Any,
+    batch: int = 4,
+    lengths: tuple[int, int] = (256, 512),
+    wait_s: float = 0.0,
+    accumulation: int = 1,
+    train: Any = (),
+    model: Any = (),
+    seed: int = 0,
+) -> RunView:
+    """60 steps of ``batch`` rows whose padded length is drawn between ``lengths``, taking what ``law(x, L)`` says."""
+    rng = np.random.default_rng(seed)
+    low, high = lengths
+    records: list[Any] = [
+        header(
+            devices=(A40,),
+            model={**DENSE, "layers": LAYERS, **dict(model)},
+            train={"method": "full", "batch": batch, "accumulation": accumulation, **dict(train)},
+            dataset={"queries": 1000, "length_values": lengths, "length_counts": (500, 500)},
+        )
+    ]
+    at = 0.0
+    for number in range(1, 61):
+        drawn = [int(rng.integers(low, high + 1)) for _ in range(accumulation)]
+        batches = tuple(micro(batch, batch * each, batch * each, compute_s=law(batch * each, each)) for each in drawn)
+        computed = sum(m.compute_s or 0.0 for m in batches)
+        wall = computed + REST_S + wait_s
+        phases = {"data_wait": wait_s, "forward": computed / 3, "backward": computed * 2 / 3, "optimizer": REST_S}
+        records.append(step(number, at, wall, phases_s={k: v for k, v in phases.items() if v}, micro=batches))
+        at += wall
+    return view(records)
+
+
+def attending(x: float, length: float) -> float:
+    """A step of a full fine-tune whose attention takes s/(6h) of the rest: Narayanan et al. 2021, section 5.1."""
+    return FIXED_S + SLOT_S * x * (1 + length / (6 * HIDDEN)) / (1 + 400 / (6 * HIDDEN))
+
+
+def here(measured: Measured, **asked: Any) -> ProjectionRow:
+    work = workload_of(measured.view, queries=1000, epochs=1.0, **asked)
+    return project(measured, Ask(work, ())).rows[0]
+
+
+def there(measured: Measured, batch: int | None = None, **asked: Any) -> float:
+    work = workload_of(measured.view, queries=1000, epochs=1.0, **asked)
+    row = project(measured, Ask(work, (A100,), batch=batch)).rows[1]
+    assert row.queries_per_s is not None, row.unknown
+    return row.queries_per_s[0]
+
+
+# attention grows with the length of a row
+
+
+@pytest.mark.parametrize("length", [128, 4096, 32768])
+def test_the_share_of_attention_is_the_published_one(length: int) -> None:
+    full = header(model={**DENSE, "layers": LAYERS}, train={"method": "full"})
+    assert attention_share(full, length) == pytest.approx(length / (6 * HIDDEN))
+    # adapters: the weights have no gradients of their own, attention's products do
+    lora = header(model={**DENSE, "layers": LAYERS}, train={"method": "lora"})
+    assert attention_share(lora, length) == pytest.approx(1.5 * length / (6 * HIDDEN))
+    again = header(model={**DENSE, "layers": LAYERS}, train={"method": "full", "gradient_checkpointing": "reentrant"})
+    assert attention_share(again, length) == pytest.approx(length / (6 * HIDDEN))  # 4 passes of 3, 8 FLOPs of 6
+    assert attention_share(full, length, layers=8) == pytest.approx(length / (6 * HIDDEN) / 4)
+
+
+@pytest.mark.parametrize("model", [{"kind": "mamba2"}, {"hidden": None}, {"layers": None}, {"parameters": None}])
+def test_what_does_not_attend_has_no_share(model: Any) -> None:
+    said = {**DENSE, "layers": LAYERS, **model}
+    if said["parameters"] is None:
+        said["active_parameters"] = None
+    assert attention_share(header(model=said, train={"method": "full"}), 4096) == 0.0
+
+
+def test_longer_rows_take_more_than_their_slots() -> None:
+    row = here(measure(run(attending)), seq_len=8192)
+    assert row.queries_per_s is not None
+    truth = 4 / (attending(4 * 8192, 8192) + REST_S)
+    assert row.queries_per_s[0] == pytest.approx(truth, rel=0.02)
+    assert row.queries_per_s[1] < truth < row.queries_per_s[2]
+    by_slots = 4 / (FIXED_S + SLOT_S * 4 * 8192 + REST_S)
+    assert row.queries_per_s[0] < 0.8 * by_slots
+
+
+def test_packed_rows_are_not_what_attention_sees() -> None:
+    row = here(measure(run(lambda x, length: FIXED_S + SLOT_S * x, train={"packing": "bfd"})), seq_len=8192)
+    assert row.queries_per_s is not None
+    assert row.queries_per_s[0] == pytest.approx(4 / (FIXED_S + SLOT_S * 4 * 8192 + REST_S), rel=0.01)
+
+
+# several runs
+
+
+def test_runs_of_several_lengths_tell_what_a_length_adds() -> None:
+    def law(x: float, length: float) -> float:
+        return FIXED_S + (SLOT_S + 4e-8 * length) * x
+
+    short = run(law, batch=16, lengths=(128, 256), seed=1)
+    long = run(law, batch=2, lengths=(1024, 2048), seed=2)
+    measured = measure(short, long)
+    assert measured.joint is not None
+    assert measured.joint.unknowns["length_s"] == pytest.approx(4e-8, rel=0.05)
+    row = here(measured, seq_len=1500)
+    assert row.queries_per_s is not None
+    assert row.queries_per_s[0] == pytest.approx(16 / (law(16 * 1500, 1500) + REST_S), rel=0.03)
+
+
+def test_runs_whose_slots_say_it_all_are_one_curve() -> None:
+    def law(x: float, length: float) -> float:
+        return FIXED_S + SLOT_S * x
+
+    measured = measure(run(law, model={"kind": "mamba2"}), run(law, model={"kind": "mamba2"}, seed=3))
+    assert measured.joint is None
+    row = here(measured, seq_len=1024)
+    assert row.queries_per_s is not None
+    assert row.queries_per_s[1] < 4 / (law(4096, 0) + REST_S) < row.queries_per_s[2]
+
+
+# data that is waited for
+
+
+def flat(x: float, length: float) -> float:
+    return FIXED_S + SLOT_S * x
+
+
+def test_what_workers_load_is_no_faster_on_a_faster_gpu() -> None:
+    starved = measure(run(flat, wait_s=1.0, train={"loader_workers": 2}))
+    rate = starved.view.rates.queries_per_s
+    assert rate is not None
+    assert there(starved, batch=4) == pytest.approx(rate, rel=0.02)
+    # loaded in the training's own process the wait stays, and computing alone gets shorter
+    alone = measure(run(flat, wait_s=1.0, train={"loader_workers": 0}))
+    assert there(alone, batch=4) > 1.05 * rate
+    # where nothing was waited for, nobody knows how fast the workers are
+    fed = measure(run(flat, wait_s=0.001, train={"loader_workers": 2}))
+    assert there(fed, batch=4) > 1.3 * rate
+
+
+def test_a_larger_batch_waits_longer_for_its_data() -> None:
+    one, twice = (there(measure(run(flat, wait_s=1.0)), batch=b) for b in (4, 8))
+    none = [there(measure(run(flat)), batch=b) for b in (4, 8)]
+    waits = [b / rate - b / without for b, rate, without in zip((4, 8), (one, twice), none, strict=True)]
+    assert waits[0] == pytest.approx(1.0, rel=0.05)
+    assert waits[1] == pytest.approx(2.0, rel=0.05)
+    assert math.isfinite(twice)
