@@ -23,7 +23,8 @@ class TokenizerError(ValueError):
 def lengths_of(path: Path, tokenizer: str, most: int | None = None, packing: str | None = None) -> Lengths:
     """Return the lengths of a data file's rows, at most ``most`` tokens each.
 
-    ``packing`` is TRL's: ``wrapped`` chops the whole text into pieces of ``most`` tokens, which are then the queries.
+    ``packing`` is TRL's: ``wrapped`` chops the whole text into pieces of ``most`` tokens, ``bfd_split`` longer rows;
+    the pieces are then the queries.
     Raises ``ValueError`` with one line for a file or a tokenizer that cannot be used.
     """
     from ft_insight.demo.datasets import load_rows
@@ -36,6 +37,8 @@ def lengths_of(path: Path, tokenizer: str, most: int | None = None, packing: str
     if packing == "wrapped" and most:
         chunks = -(-sum(sizes) // most)
         return Lengths(chunks, (most,), (chunks,), (*notes, f"packed into pieces of {most:,} tokens"))
+    if packing == "bfd_split" and most:
+        sizes = [piece for size in sizes for piece in (most,) * (size // most) + (size % most,) if piece]
     longer = sum(size > most for size in sizes) if most else 0
     if longer:
         notes.append(f"{longer:,} rows cut off at {most:,} tokens")
@@ -68,6 +71,7 @@ def _text(row: dict[str, Any]) -> str:
 
 def _tokenizer(name: str) -> Any:
     """Load a tokenizer from a file, a folder, or the hub's cache."""
+    _quiet_hub()
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -87,9 +91,17 @@ def _tokenizer(name: str) -> Any:
     return loaded
 
 
+def _quiet_hub() -> None:
+    """Keep the hub's client from telling of each attempt: what failed is said in a line."""
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
 def _chat_sizes(rows: Sequence[dict[str, Any]], name: str) -> Iterator[int]:
     """Yield the tokens of conversations under the tokenizer's own chat template, which only transformers applies."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if Path(name).is_file():
+        raise TokenizerError(f"rows of messages need the folder of {name}: the chat template lies beside it")
+    _quiet_hub()
     try:
         from transformers import AutoTokenizer
     except ImportError:

@@ -20,6 +20,8 @@ NO_STEPS = "the run finished fewer than two steps"
 NO_QUERIES = "the batches do not tell how many queries they hold"
 ATTENTION_WEIGHTS = (0.5, 1.0, 2.0)
 """Of attention's FLOPs: kernels that skip what is masked do half of them, and all reach less of a peak than matmuls."""
+NEAR = 1.15
+"""A batch of less than so many times the slots, or more than one over it, is of the size that a run knows."""
 NO_WORK = Work(None, 0.0, 0.0, 0.0, None)
 
 
@@ -42,23 +44,17 @@ def measured_rate(measured: Measured, workload: Workload) -> Triple | TransferEr
 def _expected_step(measured: Measured, workload: Workload) -> Triple | TransferError | None:
     """Rate at the measured batch when the job's rows are longer or shorter than those that were seen.
 
-    None where the run's own rows, or as long ones, are what is to be trained: then the measured rate itself is the
-    better figure.
+    None where the run's own rows are what is to be trained: then the measured rate itself is the better figure.
     """
-    view = measured.view
     if same_rows(measured, workload):
         return None
     batch = measured.batch
-    slots = workload.slots(batch) if batch else None
-    if slots is None or not batch:
+    if not batch:
         return TransferError("the batch size of this run is not known, so rows of other lengths cannot be told")
-    seen = [m.slots for m in view.micro if m.slots]
-    if seen and max(seen) == min(seen) and 0.95 < slots / seen[0] < 1.05:
-        return None
     micro_s = _fitted(measured, workload, batch)
     if isinstance(micro_s, TransferError):
         return micro_s
-    work = batch * measured.accumulation * measured.ranks
+    work = batch * workload.queries_per_row * measured.accumulation * measured.ranks
     middle, low, high = (work / (measured.accumulation * s + (measured.rest_s or 0.0)) for s in micro_s)
     return middle, high, low
 
@@ -104,7 +100,7 @@ def micro_here(measured: Measured, workload: Workload, setting: Setting | None) 
     if isinstance(rate, TransferError):
         return rate
     work = (measured.queries_per_step or 0.0) if same_rows(measured, workload) else 0.0
-    work = work or (measured.batch or 0) * measured.accumulation * measured.ranks
+    work = work or (measured.batch or 0) * workload.queries_per_row * measured.accumulation * measured.ranks
     if not work:
         return TransferError(NO_QUERIES)
 
@@ -126,11 +122,20 @@ def _fitted(measured: Measured, workload: Workload, batch: int) -> Triple | Tran
     if measured.joint is not None and "length_s" in measured.joint.best.names:
         return measured.joint.predict(slots, length=slots / batch)
     if isinstance(measured.step_time, NotIdentifiable):
-        return TransferError(f"rows of other lengths: {measured.step_time.reason}")
+        return _near(measured, measured.step_time, slots)
     if same_rows(measured, workload):
         return measured.step_time.predict(slots)
     every = [measured.step_time.predict(slots * more) for more in lengthening(measured, slots / batch)]
     return every[1][0], min(low for _, low, _ in every), max(high for _, _, high in every)
+
+
+def _near(measured: Measured, unfitted: NotIdentifiable, slots: float) -> Triple | TransferError:
+    """Return the seconds of nearly the one size that a run knows: between all fixed and all per slot."""
+    if unfitted.known is None or not 1 / NEAR < slots / unfitted.known[0] < NEAR:
+        return TransferError(f"rows of other lengths: {unfitted.reason}")
+    seconds, ratio = unfitted.known[1], slots / unfitted.known[0]
+    scatter = _sampling_factor([m.compute_s for m in measured.view.micro if m.compute_s])
+    return seconds * (1 + ratio) / 2, seconds * min(1.0, ratio) / scatter, seconds * max(1.0, ratio) * scatter
 
 
 def lengthening(measured: Measured, length: float) -> Triple:

@@ -71,7 +71,8 @@ def _scaled(
     micro_s = micro_here(measured, workload, setting)
     if isinstance(micro_s, TransferError):
         return micro_s
-    if not _per_step(measured, setting)[1] > 0:
+    per_step = _per_step(measured, workload, setting)
+    if not per_step[1] > 0:
         return TransferError(NO_QUERIES)
     slots = slots_of(measured, workload, setting)
     if probe is not None:
@@ -94,7 +95,7 @@ def _scaled(
     if setting is not None and setting.ranks != measured.ranks:
         there *= _longest_of_ranks(measured, workload, setting)
         spread = math.hypot(spread, SCALING_SPREAD)
-    return _assembled(measured, gpu, setting, micro_s, moved, there, spread, rest, data, basis)
+    return _assembled(measured, gpu, setting, per_step, micro_s, moved, there, spread, rest, data, basis)
 
 
 _BASIS = {
@@ -109,6 +110,7 @@ def _assembled(
     measured: Measured,
     gpu: Gpu,
     setting: Setting | None,
+    per_step: tuple[float, float],
     micro_s: Triple,
     moved: Buckets | None,
     there: float,
@@ -118,7 +120,7 @@ def _assembled(
     basis: str,
 ) -> Rate:
     """Put the parts of a step together, each with its own uncertainty, and say which of them is the longest."""
-    accumulation, work = _per_step(measured, setting)
+    accumulation, work = per_step
     slower = math.hypot(math.log(micro_s[2] / micro_s[0]), spread)
     faster = math.hypot(math.log(micro_s[0] / micro_s[1]), spread)
     waiting = _waiting(measured, gpu, setting, there)
@@ -150,10 +152,11 @@ def _longest_of_ranks(measured: Measured, workload: Workload, setting: Setting) 
     return after / before if before > 0 else 1.0
 
 
-def _per_step(measured: Measured, setting: Setting | None) -> tuple[float, float]:
+def _per_step(measured: Measured, workload: Workload, setting: Setting | None) -> tuple[float, float]:
     """Return micro-batches and queries of a step."""
-    if setting is not None and not as_measured(measured, setting):
-        return setting.accumulation, setting.global_batch
+    others = workload.packing is not None and not same_rows(measured, workload)
+    if setting is not None and (others or not as_measured(measured, setting)):
+        return setting.accumulation, setting.global_batch * workload.queries_per_row
     return measured.accumulation, (measured.queries_per_step or 0.0) * _other_ranks(measured, setting)
 
 
@@ -238,12 +241,16 @@ def _rate_from_work(measured: Measured, workload: Workload, gpu: Gpu, setting: S
         micro_batches = accumulation * view.totals.steps * view.data_ranks
         batch = view.totals.queries / micro_batches
         ranks = float(view.data_ranks if setting is None or setting.ranks == measured.ranks else setting.ranks)
-        slots = workload.slots(max(1, round(batch))) or view.totals.slots / micro_batches
+        rows = max(1, round(batch)) if workload.packing is None else measured.batch or 1
+        slots = workload.slots(rows) or view.totals.slots / micro_batches
         if same_rows(measured, workload):
             slots = view.totals.slots / micro_batches
+        elif workload.packing is not None:
+            batch = rows * workload.queries_per_row
     else:
         assert setting is not None  # noqa: S101 - no setting is as measured
-        accumulation, batch, ranks = setting.accumulation, float(setting.batch), float(setting.ranks)
+        accumulation, ranks = setting.accumulation, float(setting.ranks)
+        batch = setting.batch * workload.queries_per_row
         slots = workload.slots(setting.batch) or 0.0
         if not slots:
             return TransferError("the lengths of the rows are not known; add --seq-len L")

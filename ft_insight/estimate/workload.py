@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ft_insight.estimate.packing import Packing, is_packed, packed
+from ft_insight.records import TrainFacts
 from ft_insight.run_view import RunView
 
 
@@ -36,6 +39,13 @@ class Workload:
     length_counts: tuple[int, ...] = ()
     padded: bool = True
     """Every row of a micro-batch fills as many slots as its longest one."""
+    packing: Packing | None = None
+    """Where a row of a batch holds several queries."""
+
+    @property
+    def queries_per_row(self) -> float:
+        """Queries in one row of a batch."""
+        return self.packing.rows if self.packing else 1.0
 
     @property
     def total(self) -> float:
@@ -44,11 +54,13 @@ class Workload:
 
     @property
     def longest(self) -> int | None:
-        """Tokens of the longest query."""
+        """Tokens of the longest row of a batch."""
+        if self.packing:
+            return self.packing.size
         return self.length_values[-1] if self.length_values else None
 
     def slots(self, batch: int) -> float | None:
-        """Return the expected slots of a micro-batch of ``batch`` queries drawn at random; None if unknown.
+        """Return the expected slots of a micro-batch of ``batch`` rows drawn at random; None if unknown.
 
         Padded, it is ``batch`` times the expected longest of ``batch`` draws, from the distribution of lengths.
         """
@@ -57,7 +69,7 @@ class Workload:
         total = sum(self.length_counts)
         if not self.padded:
             pairs = zip(self.length_values, self.length_counts, strict=True)
-            return batch * sum(v * c for v, c in pairs) / total
+            return batch * self.queries_per_row * sum(v * c for v, c in pairs) / total
         expected = below = 0.0
         cumulated = 0
         for value, count in zip(self.length_values, self.length_counts, strict=True):
@@ -112,8 +124,27 @@ def workload_of(
     elif seq_len is not None:
         values, counts = (seq_len,), (1,)
         basis.append(f"every row {seq_len:,} tokens long")
-    padded = not (train.padding_free or (train.packing and train.packing != "wrapped"))
-    return Workload(rows, times, "; ".join([label, *basis]), tuple(values), tuple(counts), padded)
+    padded = not (train.padding_free or is_packed(train.packing))
+    own = lengths is None and seq_len is None
+    packing = _packing(view, train, values, counts, seq_len, own=own) if is_packed(train.packing) else None
+    return Workload(rows, times, "; ".join([label, *basis]), tuple(values), tuple(counts), padded, packing)
+
+
+def _packing(
+    view: RunView,
+    train: TrainFacts,
+    values: Sequence[int],
+    counts: Sequence[int],
+    seq_len: int | None,
+    *,
+    own: bool,
+) -> Packing | None:
+    """Return how the job's rows are packed: the run's own as it was counted, others by packing their lengths."""
+    size = max(train.max_length or 0, seq_len or 0)
+    micro_batches = (view.accumulation or 1.0) * view.totals.steps * view.data_ranks
+    if own and size and view.totals.queries and train.batch and micro_batches:
+        return Packing(view.totals.queries / (micro_batches * train.batch), size)
+    return packed(values, counts, size) if size and values else None
 
 
 def _job(view: RunView, queries: int | None, epochs: float | None) -> tuple[int, float, list[str]]:

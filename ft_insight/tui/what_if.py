@@ -71,7 +71,10 @@ def outlook(view: RunView, asked: WhatIf, measured: Measured | None = None) -> O
         found = _project(measured, asked, workload)
     except ValueError as error:
         return Outlook(asked, view, measured, fit=fit, refusal=str(error))
-    curve, low, high = _curve(measured, workload, found)
+    own_top_k = view.header.model.experts_per_token
+    # the model of step time is that of the run's own top-k
+    told = asked.top_k is None or asked.top_k == own_top_k
+    curve, low, high = _curve(measured, workload, found) if told else ((), (), ())
     return Outlook(asked, view, measured, found, fit, curve, low, high, measured.batch)
 
 
@@ -103,7 +106,7 @@ def _as_given(gpu: Gpu, usd_per_hour: float) -> PriceBook:
 def _curve(measured: Measured, workload: Workload, found: Projection) -> tuple[Points, Points, Points]:
     """Return queries/s against the batch with its interval, up to what fits or twice the present batch."""
     model, batch = measured.step_time, measured.batch
-    if isinstance(model, NotIdentifiable) or not batch or measured.density is not None:
+    if isinstance(model, NotIdentifiable) or not batch:
         return (), (), ()
     largest = next((row.largest_batch for row in found.rows if row.here), None)
     last = max(batch, min(largest, 4 * batch) if largest else 2 * batch)
@@ -113,7 +116,7 @@ def _curve(measured: Measured, workload: Workload, found: Projection) -> tuple[P
         slots = workload.slots(b)
         if slots is None:
             return (), (), ()
-        middle, low, high = (b * work / (times * s + (measured.rest_s or 0.0)) for s in model.predict(slots))
+        middle, low, high = (b * workload.queries_per_row * work / (times * s + (measured.rest_s or 0.0)) for s in model.predict(slots))
         rows.append((float(b), (middle, high, low)))
     middle_, low_, high_ = (tuple((b, triple[i]) for b, triple in rows) for i in range(3))
     return middle_, low_, high_
@@ -126,9 +129,10 @@ def turned(asked: WhatIf, name: str, by: int, now: Outlook | None) -> WhatIf:
     if name == "gpu":
         return replace(asked, gpu=_turned_gpu(asked.gpu, by), price=None)
     if name == "epochs":
-        return replace(asked, epochs=_step(EPOCHS, asked.epochs or (header.train.epochs if header else None) or 1, by))
+        planned = now.projection.epochs if now and now.projection else None
+        return replace(asked, epochs=_step(EPOCHS, asked.epochs or planned or 1, by))
     if name == "batch":
-        start = asked.batch or (header.train.batch if header else None) or 1
+        start = asked.batch or (now.present if now else None) or 1
         return replace(asked, batch=int(_step(BATCHES, start, by)))
     if name == "top_k":
         model = header.model if header else None
@@ -139,7 +143,9 @@ def turned(asked: WhatIf, name: str, by: int, now: Outlook | None) -> WhatIf:
     rows = now.projection.rows if now and now.projection else ()
     focus = here if asked.gpu is None else next((row for row in rows if row.gpu == asked.gpu), None)
     price = asked.price or (focus.usd_per_hour if focus else None) or 1.0
-    return replace(asked, price=max(0.01, round(price * PRICE_STEP**by, 2)))
+    # at least a cent on, or small prices would not move
+    moved = round(max(price * PRICE_STEP, price + 0.01) if by > 0 else min(price / PRICE_STEP, price - 0.01), 2)
+    return replace(asked, price=max(0.01, moved))
 
 
 def _turned_gpu(name: str | None, by: int) -> str | None:
