@@ -8,7 +8,7 @@ from ft_insight.catalog import Gpu, PriceBook, books, quote_from
 from ft_insight.estimate.job_cost import dollars_of, hours_of, marked, replaced
 from ft_insight.estimate.measured import Measured, measure
 from ft_insight.estimate.memory import ON_CPU, UNKNOWN_LENGTHS, Room, longest_row, room_fields, room_here, room_on
-from ft_insight.estimate.micro import Triple, measured_rate
+from ft_insight.estimate.micro import Triple, measured_rate, same_rows
 from ft_insight.estimate.parallel import Setting, present_setting, refuse_count, setting_for
 from ft_insight.estimate.rate import Rate, capacity_bound, rate_on
 from ft_insight.estimate.transfer import TransferError
@@ -123,8 +123,9 @@ def _rate_here(measured: Measured, ask: Ask, setting: Setting | None, largest: i
     rate = measured_rate(measured, ask.workload)
     if isinstance(rate, TransferError):
         return rate
-    batch = measured.batch
-    return Rate(rate, f"measured at batch {batch}" if batch else "measured", 1.0, _bound_here(measured, ask.workload))
+    how = "measured" if same_rows(measured, ask.workload) else "by its fitted step time"
+    batch = f" at batch {measured.batch}" if measured.batch else ""
+    return Rate(rate, f"{how}{batch}", 1.0, _bound_here(measured, ask.workload))
 
 
 def _bound_here(measured: Measured, workload: Workload) -> str | None:

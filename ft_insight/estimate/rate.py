@@ -91,6 +91,7 @@ def _scaled(
         data = _data_wait(measured, workload, setting, wait, there)
         rest += data - wait
         own = "measured" if measured.density is None and as_measured(measured, setting) else "by its fitted step time"
+        own = own if same_rows(measured, workload) else "by its fitted step time"
         basis = own if here.name == gpu.name else f"scaled from {here.name} ({_BASIS[moved.basis]})"
     if setting is not None and setting.ranks != measured.ranks:
         there *= _longest_of_ranks(measured, workload, setting)

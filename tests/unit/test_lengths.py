@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from makers import A40, header, micro, step, view
+from makers import A40, header, log, micro, step, view
 
 from ft_insight.catalog import find_gpu
+from ft_insight.cli import main
 from ft_insight.estimate import Ask, measure, project
 from ft_insight.estimate.measured import Measured
 from ft_insight.estimate.work import attention_share
@@ -34,10 +37,24 @@ def run(
     model: Any = (),
     seed: int = 0,
 ) -> RunView:
+    """Return the view of what :func:`records` says."""
+    return view(records(law, batch, lengths, wait_s, accumulation, train, model, seed))
+
+
+def records(
+    law: Any,
+    batch: int = 4,
+    lengths: tuple[int, int] = (256, 512),
+    wait_s: float = 0.0,
+    accumulation: int = 1,
+    train: Any = (),
+    model: Any = (),
+    seed: int = 0,
+) -> list[Any]:
     """60 steps of ``batch`` rows whose padded length is drawn between ``lengths``, taking what ``law(x, L)`` says."""
     rng = np.random.default_rng(seed)
     low, high = lengths
-    records: list[Any] = [
+    items: list[Any] = [
         header(
             devices=(A40,),
             model={**DENSE, "layers": LAYERS, **dict(model)},
@@ -52,9 +69,9 @@ def run(
         computed = sum(m.compute_s or 0.0 for m in batches)
         wall = computed + REST_S + wait_s
         phases = {"data_wait": wait_s, "forward": computed / 3, "backward": computed * 2 / 3, "optimizer": REST_S}
-        records.append(step(number, at, wall, phases_s={k: v for k, v in phases.items() if v}, micro=batches))
+        items.append(step(number, at, wall, phases_s={k: v for k, v in phases.items() if v}, micro=batches))
         at += wall
-    return view(records)
+    return items
 
 
 def attending(x: float, length: float) -> float:
@@ -128,6 +145,26 @@ def test_runs_of_several_lengths_tell_what_a_length_adds() -> None:
     row = here(measured, seq_len=1500)
     assert row.queries_per_s is not None
     assert row.queries_per_s[0] == pytest.approx(16 / (law(16 * 1500, 1500) + REST_S), rel=0.03)
+
+
+def test_two_runs_are_told_by_their_joint_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def law(x: float, length: float) -> float:
+        return FIXED_S + (SLOT_S + 4e-8 * length) * x
+
+    short = log(tmp_path / "short.jsonl", records(law, batch=16, lengths=(128, 256), seed=1))
+    long = log(tmp_path / "long.jsonl", records(law, batch=2, lengths=(1024, 2048), seed=2))
+    words = ["project", str(short), str(long), "--gpu", "h100", "--seq-len", "1500"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "T = h + u s a micro-batch" in out
+    assert "·klength)·kslots" in out
+    assert "measured at batch" not in out  # rows of this length were not
+    assert main([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["joint_fit"]["unknowns"]
+    for name, truth in {"fixed_s": FIXED_S, "per_unit_s": SLOT_S, "length_s": 4e-8}.items():
+        middle, low, high = told[name]
+        assert low < truth < high
+        assert middle == pytest.approx(truth, rel=0.06)
 
 
 def test_runs_whose_slots_say_it_all_are_one_curve() -> None:
