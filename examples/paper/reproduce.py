@@ -12,13 +12,17 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from svg import Series, chart
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # svg.py
+
+from svg import Series, chart  # isort: skip
 
 from ft_insight.estimate.joint import Joint, fit_joint
 from ft_insight.estimate.models import Point

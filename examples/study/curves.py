@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from study import paper, svg
+import svg
+from study import paper
 from study.layout import Row, Shares, figure, percent
 from study.measured import Measured
 
@@ -31,13 +32,19 @@ def throughput(ready: Sequence[Measured], figures: dict[str, str]) -> str:
     for model, ours in curves.items():
         published = paper.PUBLISHED[model]["queries_per_s"]["CS"]
         theirs = {
-            f"{kind}, paper CS": [(int(batch), rate / published["dense"]["1"]) for batch, rate in series.items()]
+            f"{kind}, paper CS": [(float(batch), rate / published["dense"]["1"]) for batch, rate in series.items()]
             for kind, series in published.items()
         }
         title = f"Throughput of {model} (paper: Fig. 8)"
-        drawn = svg.lines(title, ours, theirs, "batch", "queries/s, as a multiple of dense at batch 1")
+        drawn = svg.chart(title, "batch", "queries/s, as a multiple of dense at batch 1", _series(ours, theirs))
         pictures.append(figure(figures, f"fig08_throughput_{model}", drawn))
     return "\n\n".join(["## Throughput (Fig. 8)", pipes(rows), *pictures])
+
+
+def _series(ours: Mapping[str, svg.Points], theirs: Mapping[str, svg.Points]) -> list[svg.Series]:
+    styles = [(name, points, "line dots") for name, points in ours.items()]
+    styles += [(name, points, "dashed dots") for name, points in theirs.items()]
+    return [svg.Series(name, points, i, style) for i, (name, points, style) in enumerate(styles)]
 
 
 def _published_rate(model: str, kind: str, name: str, data: str) -> str:
@@ -90,7 +97,8 @@ def accuracy(asked: argparse.Namespace, ready: Sequence[Measured], figures: dict
             theirs[f"{one.run.kind}, paper {data}"] = list(enumerate(series))
     pictures = []
     for model, (ours, theirs) in curves.items():
-        drawn = svg.lines(f"Accuracy of {model} (paper: Fig. 3)", ours, theirs, "epoch", "held-out rows answered right")
+        title = f"Accuracy of {model} (paper: Fig. 3)"
+        drawn = svg.chart(title, "epoch", "held-out rows answered right", _series(ours, theirs))
         pictures.append(figure(figures, f"fig03_accuracy_{model}", drawn))
     questions = told[0].view.latest_logs.get("eval_questions")
     words = f"Share of {units.count(questions)} held-out rows answered right, before training (0) and after each epoch."

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from study import paper, svg
+import svg
+from study import paper
 from study.layout import compared, figure
 from study.measured import Measured
 

@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 SHARED = ROOT.parent / "shared"
 sys.path.insert(0, str(EXAMPLES))
-from study import paper, runs, svg  # noqa: E402
+import svg  # noqa: E402
+from study import paper, runs  # noqa: E402
 from study import run as command  # noqa: E402
 from study.largest import Largest, find_largest, largest_batch  # noqa: E402
 from study.measured import measure  # noqa: E402
@@ -471,14 +472,16 @@ def test_bars_are_as_long_as_their_shares() -> None:
     drawn = ElementTree.fromstring(text)  # noqa: S314 - ours
     bars = [e for e in drawn.iter("{http://www.w3.org/2000/svg}rect") if len(e)]
     assert [float(bar.get("width", 0)) / svg.WIDTH for bar in bars] == pytest.approx([0.25, 0.75, 1.0], abs=1e-3)
-    assert [float(bar.get("x", 0)) - svg.LEFT for bar in bars] == pytest.approx([0, svg.WIDTH / 4, 0], abs=0.1)
+    assert [float(bar.get("x", 0)) - svg.LABELS for bar in bars] == pytest.approx([0, svg.WIDTH / 4, 0], abs=0.1)
 
 
 def test_curves_stand_where_their_values_are() -> None:
-    text = svg.lines("t", {"ours": [(1, 5), (4, 10)]}, {"paper": [(0, 0)]}, "x", "y")
+    series = [svg.Series("ours", [(4, 10), (1, 5)], 0, "line dots"), svg.Series("paper", [(0, 0)], 1, "dashed")]
+    text = svg.chart("t", "x", "y", series)
     drawn = ElementTree.fromstring(text)  # noqa: S314 - ours
     space = "{http://www.w3.org/2000/svg}"
-    ours, theirs = drawn.iter(f"{space}polyline")
+    ours, theirs = (child for child in drawn if child.tag == f"{space}polyline")  # the legend's are within groups
+    assert len([child for child in drawn if child.tag == f"{space}circle"]) == 2
     (x1, y1), (x2, y2) = ((float(v) for v in pair.split(",")) for pair in ours.get("points", "").split())
     (x0, y0) = (float(v) for v in theirs.get("points", "").split(","))
     assert (x2 - x0) == pytest.approx(4 * (x1 - x0), abs=0.5)

@@ -39,10 +39,11 @@ def module(name: str) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def reproduce() -> Any:
-    svg = module("svg")
-    found = module("reproduce")
-    yield found
-    del sys.modules["svg"], sys.modules["reproduce"]
+    path = list(sys.path)
+    yield module("reproduce")
+    svg = sys.modules.pop("svg")
+    del sys.modules["reproduce"]
+    sys.path[:] = path
     assert svg.ticks(26) == [0, 10, 20, 30]
 
 
