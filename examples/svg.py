@@ -98,11 +98,11 @@ def _legend(entries: Sequence[tuple[str, Sequence[str]]], width: float) -> tuple
     """Return the legend's rows within ``width``, and where they end."""
     body, x, y = [], 10, 42
     for name, swatch in entries:
-        wide = SWATCH + 18 + 7 * len(name)
+        wide = SWATCH + 22 + 7 * len(name)
         if x > 10 and x + wide > width:
             x, y = 10, y + 18
         body.append(f'<g transform="translate({x} {y})">{"".join(swatch)}</g>')
-        body.append(_text(x + SWATCH + 6, y + 4, name, anchor="start"))
+        body.append(_text(x + SWATCH + 10, y + 4, name, anchor="start"))
         x += wide
     return body, y + 24
 

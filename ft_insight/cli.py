@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -29,10 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 gets a ?, not a traceback
-    arguments = _parser().parse_args(argv)
     try:
+        arguments = _parser().parse_args(argv)
         code = int(arguments.run(arguments))
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as it is where the caller closed it
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -97,8 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     project.add_argument("--dataset", metavar="FILE", help="another data set, JSON or JSONL; --seq-len cuts it off")
     project.add_argument("--tokenizer", metavar="NAME", help="its tokenizer: a folder, a tokenizer.json, or a hub name")
     project.add_argument("--probe", metavar="RUN", help="a run of ft-insight probe on the one --gpu, to scale by")
-    project.add_argument("--markdown", action="store_true", help="as Markdown")
-    project.add_argument("--json", action="store_true", help="as JSON")
+    form = project.add_mutually_exclusive_group()
+    form.add_argument("--markdown", action="store_true", help="as Markdown")
+    form.add_argument("--json", action="store_true", help="as JSON")
     project.add_argument("--verbose", action="store_true", help="the source and date of every price")
     project.set_defaults(run=_project)
 
@@ -159,7 +160,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _takes_script(verb: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
     verb.add_argument("script", metavar="SCRIPT.py", help="a script that trains; it runs up to its first train()")
-    verb.add_argument("arguments", nargs=argparse.REMAINDER, metavar="-- ARGS", help="what the script is called with")
+    rest = verb.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="-- ARGS", help="what the script is called with"
+    )
+    rest.required = False  # or argparse asks for it where the script is missing
     verb.set_defaults(run=run)
 
 
@@ -212,18 +216,19 @@ def _question(arguments: argparse.Namespace, runs: list[str]) -> dict[str, objec
         value = getattr(arguments, name)
         if value is not None and not 0 < value <= MOST:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0 and at most {MOST:g}, not {value}")
-    if arguments.price is not None and not 0 <= arguments.price < math.inf:
-        raise ValueError(f"--price must be 0 or more, not {arguments.price:g}")
+    if arguments.price is not None and not 0 <= arguments.price <= MOST:
+        raise ValueError(f"--price must be 0 or more and at most {MOST:g}, not {arguments.price:g}")
     names = ("gpu", "queries", "epochs", "seq_len", "price", "prices", "batch", "top_k", "probe")
     question = {name: getattr(arguments, name) for name in names}
     return {**question, "counts": _counts(arguments.gpus), "lengths": _lengths(arguments, runs)}
 
 
 def _counts(values: list[str] | None) -> tuple[int, ...]:
-    wrong = next((value for value in values or () if not value.isdecimal() or not 0 < int(value) <= MOST_GPUS), None)
+    given = [part for value in values or () for part in value.split(",")]
+    wrong = next((value for value in given if not value.isdecimal() or not 0 < int(value) <= MOST_GPUS), None)
     if wrong is not None:
-        raise ValueError(f"--gpus takes numbers from 1 to {MOST_GPUS}, not {wrong}")
-    return tuple(dict.fromkeys(int(value) for value in values or ()))
+        raise ValueError(f"--gpus takes numbers from 1 to {MOST_GPUS}, not {wrong!r}")
+    return tuple(dict.fromkeys(int(value) for value in given))
 
 
 def _lengths(arguments: argparse.Namespace, runs: list[str]) -> object:

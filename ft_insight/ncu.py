@@ -81,8 +81,12 @@ def read_ncu(path: str | Path) -> list[NcuKernel]:
             f"{path} is no CSV export of Nsight Compute: no line names {_KERNEL!r} "
             "(make one with `ncu --import report.ncu-rep --csv --page details`)"
         )
-    head, *rows = list(csv.reader(line for line in lines[start:] if not line.startswith("==")))
-    rows = [row for row in rows if len(row) >= len(head) - 1]
+    try:
+        head, *rows = csv.reader(line for line in lines[start:] if not line.startswith("=="))
+    except csv.Error as error:
+        raise NcuError(f"{path} is no CSV export of Nsight Compute: {error}") from None
+    needed = max(len(head) - 1, head.index(_KERNEL) + 1)
+    rows = [row for row in rows if len(row) >= needed]
     kernels = _from_details(head, rows) if "Metric Name" in head else _from_raw(head, rows)
     if not any(k.sm_percent is not None or k.memory_percent is not None or k.dram_percent is not None for k in kernels):
         raise NcuError(
@@ -92,7 +96,12 @@ def read_ncu(path: str | Path) -> list[NcuKernel]:
 
 
 def _is_head(line: str) -> bool:
-    cells = next(csv.reader([line]), [])
+    if _KERNEL not in line:
+        return False
+    try:
+        cells = next(csv.reader([line]), [])
+    except csv.Error:
+        return False
     return _KERNEL in cells and len(cells) > 2
 
 

@@ -211,7 +211,7 @@ def _throttled_gpus(view: RunView) -> list[Finding]:
         held = {n: s for n, s in shares.items() if s >= THROTTLED}
         if held:
             worst = max(held, key=held.__getitem__)
-            others = f", and of {len(held) - 1} more GPUs" if len(held) > 1 else ""
+            others = f", and of {len(held) - 1} more" if len(held) > 1 else ""
             evidence = f"{cause} held the clocks of GPU {worst} down in {units.share(held[worst])} of samples{others}"
             found.append(Finding("gpu", evidence, step))
     return found

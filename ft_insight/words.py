@@ -75,6 +75,13 @@ def estimate(triple: tuple[float, float, float] | None, show: object = units.sig
     return text if low == high else f"{text} {units.interval(low, high)}"
 
 
+def batch_text(row: ProjectionRow) -> str:
+    """Return ``4``, or ``4 x 8`` where micro-batches are accumulated: what a row's figures are of; or n/a."""
+    if row.batch is None:
+        return units.NA
+    return f"{row.batch:,} x {row.accumulation:g}" if row.accumulation and row.accumulation > 1 else f"{row.batch:,}"
+
+
 def largest_text(row: ProjectionRow) -> str:
     """Return ``18 [16-19]``, queries per micro-batch of the longest rows with their interval, or n/a."""
     if row.largest_batch is None or row.largest_interval is None or len(set(row.largest_interval)) == 1:
@@ -84,12 +91,13 @@ def largest_text(row: ProjectionRow) -> str:
 
 
 def hours_text(triple: tuple[float, float, float] | None) -> str:
-    """Return hours with their interval, all in one unit: ``8.5 h [7.6-9.6]``, ``3.2 min [2.9-3.5]``."""
+    """Return hours with their interval, all in one unit: ``8.5 h [7.6-9.6]``, ``3.2 min [2.9-3.5]``, ``2.00 d``."""
     if triple is None:
         return units.NA
     factor, unit = next(((f, u) for least, f, u in _TIME_UNITS if triple[0] >= least), (3600.0, "s"))
     middle, low, high = (t * factor for t in triple)
-    return f"{units.significant(middle)} {unit} {units.interval(low, high)}".rstrip()
+    text = f"{units.significant(middle)} {unit}"
+    return text if low == high else f"{text} {units.interval(low, high)}"
 
 
 _TIME_UNITS = ((240.0, 1 / 24, "d"), (1.0, 1.0, "h"), (1 / 60, 60.0, "min"))
@@ -103,9 +111,14 @@ def usd_text(triple: tuple[float, float, float] | None) -> str:
     return units.money(middle) if low == high else f"{units.money(middle)} [{units.money(low)}-{units.money(high)}]"
 
 
+def row_name(row: ProjectionRow) -> str:
+    """Return what a projection's row is of: ``A40``, ``8x H100-80GB-SXM``."""
+    return f"{row.gpus}x {clean(row.gpu, 40)}" if row.gpus and row.gpus > 1 else clean(row.gpu, 40)
+
+
 def row_text(row: ProjectionRow) -> str:
     """Return a projection's row as part of a sentence."""
-    text = f"{clean(row.gpu)} {hours_text(row.hours)}"
+    text = f"{row_name(row)} {hours_text(row.hours)}"
     return text if row.usd is None else f"{text}, {usd_text(row.usd)}"
 
 
@@ -114,7 +127,7 @@ def reasons(projection: Projection) -> list[str]:
     by_reason: dict[tuple[str, str], list[str]] = {}
     for row in projection.rows:
         for field, why in row.unknown.items():
-            by_reason.setdefault((field, why), []).append(clean(row.gpu))
+            by_reason.setdefault((field, why), []).append(row_name(row))
     everything = len(projection.rows)
     names = {"queries_per_s": "throughput", "largest_batch": "largest batch", "usd": "dollars"}
     return [

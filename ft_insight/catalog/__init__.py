@@ -5,7 +5,7 @@ Everything is read on first use and kept, so importing this package costs nothin
 
 from __future__ import annotations
 
-from ft_insight.catalog.gpus import Gpu, UnknownGpuError, find_gpu, gpu_for_device, load_gpus
+from ft_insight.catalog.gpus import Gpu, UnknownGpuError, find_gpu, find_gpus, gpu_for_device, load_gpus
 from ft_insight.catalog.price_books import PriceBook, PriceFileError, books, quote_from
 from ft_insight.catalog.prices import SNAPSHOT_DATE, Price, PriceQuote, load_prices, quote
 
@@ -19,6 +19,7 @@ __all__ = [
     "UnknownGpuError",
     "books",
     "find_gpu",
+    "find_gpus",
     "gpu_for_device",
     "load_gpus",
     "load_prices",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
@@ -157,6 +158,18 @@ def find_gpu(name: str) -> Gpu:
     return gpu
 
 
+def find_gpus(names: Iterable[str]) -> tuple[Gpu, ...]:
+    """Give the GPUs that typed names stand for, each once; commas part names too, and ``all`` is the whole catalogue.
+
+    Raises `UnknownGpuError` as `find_gpu` does.
+    """
+    found: dict[str, Gpu] = {}
+    for name in (part for given in names for part in given.split(",")):
+        chosen = load_gpus() if name.strip().lower() == "all" else (find_gpu(name),)
+        found.update((gpu.name, gpu) for gpu in chosen)
+    return tuple(found.values())
+
+
 def gpu_for_device(device_name: str, memory_bytes: int | None) -> Gpu | None:
     """Give the catalogue entry of a device as torch or NVML names it, or None when that is not certain.
 
@@ -205,7 +218,7 @@ def _refusal(name: str) -> str:
     shown = name if len(name) <= _SHOWN_NAME_CHARS else name[:_SHOWN_NAME_CHARS] + "..."
     near = _suggestions(name)
     hint = f"did you mean {', '.join(near)}? " if near else ""
-    return f"unknown GPU {shown!r}: {hint}`ft-insight project --gpu all` shows all {len(load_gpus())}"
+    return f"unknown GPU {shown!r}: {hint}`ft-insight prices` names all {len(load_gpus())}"
 
 
 def _suggestions(name: str) -> list[str]:

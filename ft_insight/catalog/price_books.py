@@ -66,12 +66,13 @@ def from_file(path: str | os.PathLike[str]) -> PriceBook:
 
     Needed are ``gpu`` and ``usd_per_gpu_hour``. Raises ``PriceFileError`` for a file that cannot be read so.
     """
+    own = Path(path).expanduser()
     try:
-        offers = read_offers(Path(path).expanduser())
-        modified = Path(path).expanduser().stat().st_mtime
+        offers = read_offers(own)
+        modified = own.stat().st_mtime
     except OSError as error:
         raise PriceFileError(f"cannot read the prices in {path}: {error.strerror or error}") from None
-    return PriceBook(os.fspath(path), date.fromtimestamp(modified).isoformat(), offers)
+    return PriceBook(os.fspath(own), date.fromtimestamp(modified).isoformat(), offers)
 
 
 def books(path: str | os.PathLike[str] | None = None) -> tuple[PriceBook, ...]:
@@ -94,11 +95,14 @@ def read_offers(path: Path) -> tuple[Price, ...]:
     """Read offers; GPU names are resolved as people type them. Raises ``PriceFileError`` with file and line."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         try:
-            reader = csv.DictReader(file)
-            missing = [name for name in REQUIRED if name not in (reader.fieldnames or ())]
+            reader = csv.DictReader(file, skipinitialspace=True)
+            reader.fieldnames = [name.strip().lower() for name in reader.fieldnames or ()]
+            missing = [name for name in REQUIRED if name not in reader.fieldnames]
             if missing:
-                raise PriceFileError(f"{path} has no column {' and no column '.join(missing)} (as CSV with a header)")
-            offers = tuple(_offer(path, number, row) for number, row in enumerate(reader, start=2))
+                wanted = "the first line names the columns, parted by commas"
+                raise PriceFileError(f"{path} has no column {' and no column '.join(missing)}: {wanted}")
+            # lines are counted by the reader: it passes over blank ones, and a quoted cell may hold several
+            offers = tuple(_offer(path, reader.line_num, row) for row in reader)
         except (UnicodeDecodeError, csv.Error) as error:
             raise PriceFileError(f"{path} is not a CSV file in UTF-8: {error}") from None
     if not offers:
@@ -110,14 +114,20 @@ def _offer(path: Path, number: int, row: dict[str, str]) -> Price:
     known = {name: row.get(name) or "" for name in ("provider", "instance", "region", "date", "source", "flag")}
     try:
         return Price(
-            **{**known, "provider": known["provider"] or path.name, "date": known["date"] or "undated"},
+            **{**known, "provider": known["provider"] or os.fspath(path), "date": known["date"] or "undated"},
             gpu=find_gpu(row["gpu"] or "").name,
-            gpu_count=int(row.get("gpu_count") or 1),
+            gpu_count=_count(row.get("gpu_count") or "1"),
             usd_per_gpu_hour=_dollars(row["usd_per_gpu_hour"]),
             usd_per_gpu_hour_spot=_dollars(row["usd_per_gpu_hour_spot"]) if row.get("usd_per_gpu_hour_spot") else None,
         )
     except ValueError as error:
         raise PriceFileError(f"{path}, line {number}: {error}") from None
+
+
+def _count(text: str) -> int:
+    if not text.strip().isdecimal() or not int(text):
+        raise ValueError(f"gpu_count is a whole number of GPUs, not {text!r}")
+    return int(text)
 
 
 def _dollars(text: str | None) -> float:

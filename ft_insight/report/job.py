@@ -5,7 +5,7 @@ from __future__ import annotations
 from ft_insight import units
 from ft_insight.records import Projection, ProjectionRow
 from ft_insight.report.layout import Section
-from ft_insight.words import clean, estimate, hours_text, largest_text, reasons, usd_text
+from ft_insight.words import batch_text, clean, estimate, hours_text, largest_text, reasons, row_name, usd_text
 
 HEAD = (
     "GPU",
@@ -28,13 +28,17 @@ def projection_sections(projection: Projection, *, verbose: bool = False) -> lis
     """Return the table of GPUs, the prices it rests on, and what cannot be known."""
     rows = (HEAD, *(_row(row) for row in projection.rows))
     prices = clean(projection.prices or "as in the log", 300)
-    after = [f"intervals 80%, of the largest batch 90%; prices, of all GPUs of a row together: {prices}"]
+    together = ", of all GPUs of a row together" if any((row.gpus or 1) > 1 for row in projection.rows) else ""
+    after = [f"intervals 80%, of the largest batch 90%; prices{together}: {prices}"]
     after += [
-        f"{_name(row)}: a step holds {_changed(projection, row)}" for row in projection.rows if _grown(projection, row)
+        f"{row_name(row)}: a step holds {_changed(projection, row)}"
+        for row in projection.rows
+        if _grown(projection, row)
     ]
-    sources = {clean(r.gpu): clean(r.price_source) for r in projection.rows if r.price_source}
+    # several numbers of one GPU may share a source; a dict keeps the order
+    sources = dict.fromkeys((clean(r.gpu), clean(r.price_source)) for r in projection.rows if r.price_source)
     if verbose or len(sources) <= MOST_SOURCES:
-        after += [f"{gpu}: {source}" for gpu, source in sources.items()]
+        after += [f"{gpu}: {source}" for gpu, source in sources]
     else:
         after.append("the source and date of each price: --verbose")
     return [
@@ -57,17 +61,12 @@ def _changed(projection: Projection, row: ProjectionRow) -> str:
     return f"{row.global_batch:g} queries there, {_own_global(projection):g} in this run; --batch N sets another"
 
 
-def _name(row: ProjectionRow) -> str:
-    times = f"{row.gpus}x " if row.gpus and row.gpus > 1 else ""
-    return times + clean(row.gpu, 40)
-
-
 def _row(row: ProjectionRow) -> tuple[str, ...]:
     return (
-        _name(row) + (" (here)" if row.here else ""),
+        row_name(row) + (" (here)" if row.here else ""),
         f"{row.memory_gb:g} GB" if row.memory_gb else units.NA,
         largest_text(row),
-        _batch(row),
+        batch_text(row),
         estimate(row.queries_per_s),
         estimate(row.present_queries_per_s),
         hours_text(row.hours),
@@ -77,9 +76,3 @@ def _row(row: ProjectionRow) -> tuple[str, ...]:
         ("◂ " + ", ".join(clean(mark, 20) for mark in row.marks)) if row.marks else "",
         clean(row.basis or "", 80),
     )
-
-
-def _batch(row: ProjectionRow) -> str:
-    if row.batch is None:
-        return units.NA
-    return f"{row.batch} x {row.accumulation:g}" if row.accumulation and row.accumulation > 1 else str(row.batch)

@@ -22,14 +22,17 @@ def _together(change: LoadChange, basis: str) -> Section:
         return Section(ALL_LAYERS)
     few = len(old.means) <= MOST_EXPERT_COLUMNS
     head = ("", *((str(e) for e in range(len(old.means))) if few else ()), "variance (n)", "variance (n-1)")
+    shares = units.share(old.shares[moved]), units.share(new.shares[moved])
+    notes = [
+        f"counted on {basis}",
+        f"{'tokens' if few else 'variance of tokens'} per query and expert, mean over layers",
+    ]
+    if shares[0] != shares[1]:
+        notes.append(f"expert {moved} moved most: {shares[0]} -> {shares[1]}")
     return Section(
         ALL_LAYERS,
         table=(head, *(_row(name, load, few=few) for name, load in (("before", old), ("after", new)))),
-        after=(
-            f"counted on {basis}",
-            f"{'tokens' if few else 'variance of tokens'} per query and expert, mean over layers",
-            f"expert {moved} moved most: {units.share(old.shares[moved])} -> {units.share(new.shares[moved])}",
-        ),
+        after=tuple(notes),
     )
 
 

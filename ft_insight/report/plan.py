@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ft_insight import units
+from ft_insight.catalog import find_gpus
 from ft_insight.estimate import DEFAULT_GPUS
 from ft_insight.report import to_json
 from ft_insight.report.layout import Section, to_text
-from ft_insight.report.projection import resolve_gpus
 from ft_insight.words import clean
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def plan_text(model: str, question: Mapping[str, Any], *, as_json: bool) -> str:
 
     Raises ``ValueError`` with one line for whatever cannot be planned.
     """
-    gpus = resolve_gpus(question.get("gpus") or list(DEFAULT_GPUS))
+    gpus = find_gpus(question.get("gpus") or DEFAULT_GPUS)
     try:
         from ft_insight.estimate.plan import plan
 

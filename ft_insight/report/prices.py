@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from ft_insight.catalog import Gpu, find_gpu, load_gpus
+from ft_insight import units
+from ft_insight.catalog import Gpu, find_gpus, load_gpus
 from ft_insight.catalog.price_books import PriceBook, books, quote_from
 from ft_insight.catalog.prices import Price
 from ft_insight.report import to_json
 from ft_insight.report.layout import Section, to_text
+from ft_insight.words import clean
 
 SAID = "US dollars per GPU and hour on demand, the median of the providers' cheapest offers"
 
@@ -18,17 +20,17 @@ def prices_text(names: list[str], *, file: str | None, refresh: bool, as_json: b
 
     Raises ``ValueError`` with one line for an unknown GPU, a file that cannot be read, or a refresh that failed.
     """
-    gpus = [find_gpu(name) for name in names]
+    gpus = find_gpus(names)
     notes: list[str] = []
     if refresh:
         from ft_insight.catalog.refresh import refresh as ask
 
         _, failed = ask()
-        notes = [f"no answer from {reason}" for reason in failed]
+        notes = [clean(f"no answer from {reason}") for reason in failed]
     shelf = books(file)
     if as_json:
         return to_json({gpu.name: _json(gpu, shelf, all_offers=bool(gpus)) for gpu in gpus or load_gpus()})
-    order = "; then ".join(book.words() for book in shelf)
+    order = clean("; then ".join(book.words() for book in shelf), 1000)
     sections = [_offers(gpu, shelf) for gpu in gpus] or [_overview(shelf)]
     return to_text(f"{SAID}\nfrom {order}", [*sections, Section("Notes", tuple(notes))])
 
@@ -66,9 +68,9 @@ def _overview(shelf: tuple[PriceBook, ...]) -> Section:
                 f"{quote.usd_per_hour:.2f}",
                 f"{quote.low:.2f}-{quote.high:.2f}",
                 str(quote.providers),
-                f"{min(spot):.2f}" if spot else "n/a",
-                f"{quote.offer.provider}, {quote.offer.region or 'no region told'}",
-                book.origin,
+                f"{min(spot):.2f}" if spot else units.NA,
+                clean(", ".join(part for part in (quote.offer.provider, quote.offer.region) if part), 80),
+                clean(book.origin),
             )
         )
     after = (f"no sound offer of: {', '.join(without)}",) if without else ()
@@ -81,22 +83,11 @@ def _offers(gpu: Gpu, shelf: tuple[PriceBook, ...]) -> Section:
     ]
     for book in shelf:
         for o in _of(gpu, book):
-            spot = "n/a" if o.usd_per_gpu_hour_spot is None else f"{o.usd_per_gpu_hour_spot:.2f}"
+            spot = units.NA if o.usd_per_gpu_hour_spot is None else f"{o.usd_per_gpu_hour_spot:.2f}"
             remarks = f"not counted: {o.flag}" if o.doubtful else o.flag
-            price = f"{o.usd_per_gpu_hour:.2f}"
-            rows.append(
-                (
-                    o.provider,
-                    o.instance,
-                    o.region,
-                    str(o.gpu_count),
-                    price,
-                    spot,
-                    o.date,
-                    o.source or book.origin,
-                    remarks,
-                )
-            )
+            figures = (str(o.gpu_count), f"{o.usd_per_gpu_hour:.2f}", spot)
+            place, source = (o.provider, o.instance, o.region), (o.date, o.source or book.origin, remarks)
+            rows.append((*map(clean, place), *figures, *map(clean, source)))
     if len(rows) == 1:
         return Section(gpu.name, ("no offer is known: give --price to `ft-insight project`",))
     return Section(gpu.name, table=tuple(rows))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from ft_insight.catalog import Gpu, books, find_gpu, load_gpus
+from ft_insight.catalog import Gpu, books, find_gpus
 from ft_insight.estimate import DEFAULT_GPUS, Ask, Measured, fit_record, measure, project
 from ft_insight.estimate.workload import workload_of
 from ft_insight.reader import Status, read_run
@@ -19,7 +19,11 @@ from ft_insight.report.job import projection_sections
 from ft_insight.report.layout import Section, to_markdown, to_text
 from ft_insight.run_view import RunView
 from ft_insight.runlog import find_run
+from ft_insight.units import share, significant
 from ft_insight.words import clean, fit_text, headline
+
+if TYPE_CHECKING:
+    from ft_insight.estimate.joint import Joint
 
 
 def project_text(run_names: Sequence[str], question: Mapping[str, Any], *, form: str, verbose: bool) -> str:
@@ -31,7 +35,7 @@ def project_text(run_names: Sequence[str], question: Mapping[str, Any], *, form:
     be priced.
     """
     paths = [find_run(name) for name in run_names or (None,)]
-    gpus = resolve_gpus(question.get("gpu"))
+    gpus = find_gpus(question.get("gpu") or DEFAULT_GPUS)
     counts = cast("tuple[int, ...]", question.get("counts") or ())
     price = cast("float | None", question.get("price"))
     if price is not None and question.get("gpu") and len(gpus) != 1:
@@ -62,8 +66,33 @@ def project_text(run_names: Sequence[str], question: Mapping[str, Any], *, form:
     result = project(measured, asked)
     fit = fit_record(measured, view.clock_s)
     if form == "json":
-        return _as_json(paths, status, fit, result)
-    return _laid_out(view, status, fit, result, len(paths), form=form, verbose=verbose)
+        return _as_json(paths, status, fit, measured.joint, result)
+    return _laid_out(view, status, _model_lines(measured, fit), result, len(paths), form=form, verbose=verbose)
+
+
+def _model_lines(measured: Measured, fit: Fit) -> tuple[str, ...]:
+    """Tell the model of step time: of this run, or of several that say more together than each of them."""
+    if measured.joint is None:
+        return (fit_text(fit),)
+    joint, h = measured.joint, measured.joint.best
+    scales = {
+        "per_unit_s": (1e3, ""),
+        "dense_s": (1e3, ""),
+        "experts_s": (1e3, "·density"),
+        "length_s": (1e6, "·klength"),
+    }
+    terms = [(name, *scales[name]) for name in h.names if name in scales]
+    if not terms:
+        return (f"T = {h.form.formula} s a micro-batch of b slots, ±{share(h.error)}",)
+
+    def told(name: str, scale: float) -> str:
+        low, high = joint.interval(name)
+        return f"{significant(joint.unknowns[name] * scale)} [{significant(low * scale)}-{significant(high * scale)}]"
+
+    load = " + ".join(f"{told(name, scale)}{unit}" for name, scale, unit in terms)
+    rest = [f"{name.removesuffix('_s')} {told(name, 1.0)} s" for name in h.names if name not in ("fixed_s", *scales)]
+    parts = "; ".join([f"h = {told('fixed_s', 1.0)} s", *rest, f"u = ({load})·kslots"])
+    return (f"T = {h.form.formula} s a micro-batch, ±{share(h.error)}", parts)
 
 
 def _finished(path: Path) -> tuple[RunView, Status]:
@@ -86,7 +115,7 @@ def _probe(name: str | None, gpus: tuple[Gpu, ...]) -> Measured | None:
     return probe
 
 
-def _as_json(paths: Sequence[Path], status: Status, fit: Fit, result: Projection) -> str:
+def _as_json(paths: Sequence[Path], status: Status, fit: Fit, joint: Joint | None, result: Projection) -> str:
     names = [os.fsencode(path).decode("utf-8", "replace") for path in paths]
     data: dict[str, Any] = {
         "run": names[0],
@@ -96,25 +125,24 @@ def _as_json(paths: Sequence[Path], status: Status, fit: Fit, result: Projection
     }
     if len(names) > 1:
         data["runs"] = names
+    if joint is not None:
+        unknowns = {name: [value, *joint.interval(name)] for name, value in joint.unknowns.items()}
+        data["joint_fit"] = {"formula": joint.best.form.formula, "unknowns": unknowns, "error": joint.best.error}
     return to_json(data)
 
 
 def _laid_out(
-    view: RunView, status: Status, fit: Fit, result: Projection, runs: int, *, form: str, verbose: bool
+    view: RunView,
+    status: Status,
+    model: tuple[str, ...],
+    result: Projection,
+    runs: int,
+    *,
+    form: str,
+    verbose: bool,
 ) -> str:
     what = "Step time of this run" if runs == 1 else f"Step time of these {runs} runs"
-    sections = [Section(what, (fit_text(fit),)), *projection_sections(result, verbose=verbose)]
+    sections = [Section(what, model), *projection_sections(result, verbose=verbose)]
     note = "" if status.kind == "completed" else f" · {clean(status.text)}"
     lay_out = to_markdown if form == "markdown" else to_text
     return lay_out(headline(view) + note, sections)
-
-
-def resolve_gpus(names: list[str] | None) -> tuple[Gpu, ...]:
-    """Return the GPUs that are asked for, each once; ``all`` is the whole catalogue."""
-    if not names:
-        return tuple(find_gpu(name) for name in DEFAULT_GPUS)
-    found: dict[str, Gpu] = {}
-    for name in names:
-        chosen = load_gpus() if name.lower() == "all" else (find_gpu(name),)
-        found.update((gpu.name, gpu) for gpu in chosen)
-    return tuple(found.values())

@@ -116,7 +116,8 @@ def _curve(measured: Measured, workload: Workload, found: Projection) -> tuple[P
         slots = workload.slots(b)
         if slots is None:
             return (), (), ()
-        middle, low, high = (b * workload.queries_per_row * work / (times * s + (measured.rest_s or 0.0)) for s in model.predict(slots))
+        queries = b * workload.queries_per_row * work
+        middle, low, high = (queries / (times * s + (measured.rest_s or 0.0)) for s in model.predict(slots))
         rows.append((float(b), (middle, high, low)))
     middle_, low_, high_ = (tuple((b, triple[i]) for b, triple in rows) for i in range(3))
     return middle_, low_, high_

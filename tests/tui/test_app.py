@@ -235,8 +235,8 @@ async def test_projection_and_fit(log: Path) -> None:
             await pilot.press("7")
             shown = " ".join((await wait_for(pilot, "H100-SXM 80GB")).split())
         assert "the whole job · 15,000 rows x 10 epochs" in shown
-        assert "4.90 [4.30-5.50] 8.5 h [7.60-9.60]" in shown
-        assert "$17.90 [16.0-20.0]" in shown
+        assert "4.90 [4.30-5.50] 8.50 h [7.60-9.60]" in shown
+        assert "$17.90 [$16.00-$20.00]" in shown
         assert "n/a: hours on B200: no measured peak of [this] card" in shown
         assert "fixed 600 ms" in shown
         assert "median error 2.4%" in shown

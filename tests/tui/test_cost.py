@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from ft_insight import records as r
 from ft_insight.estimate import Ask, measure, project
@@ -14,7 +15,11 @@ from ft_insight.estimate.workload import workload_of
 from ft_insight.run import RunState
 from ft_insight.run_view import RunView
 from ft_insight.tui.app import WatchApp
+from ft_insight.tui.frame import Frame
 from ft_insight.tui.what_if import AS_IT_WAS, Outlook, WhatIf, outlook, turned
+from ft_insight.tui.widgets.cost_curve import batch_chart
+from ft_insight.tui.widgets.costs import projection_lines, what_if_lines
+from ft_insight.words import hours_text, largest_text, usd_text
 from tests.tui.made import GIB, encoded, header, step
 from tests.tui.test_app import wait_for
 
@@ -121,16 +126,59 @@ def test_a_price_without_a_gpu_is_of_the_own_machine(view: RunView) -> None:
 def test_keys_step_through_their_values(found: Outlook) -> None:
     assert turned(AS_IT_WAS, "epochs", 1, found).epochs == 3  # the run has 2
     assert turned(WhatIf(epochs=7.0), "epochs", -1, found).epochs == 6
+    assert found.projection is not None
+    # what max_steps asks for is not num_train_epochs
+    longer = replace(found, projection=structs.replace(found.projection, epochs=99.2))
+    assert turned(AS_IT_WAS, "epochs", 1, longer).epochs == 100
     assert turned(AS_IT_WAS, "batch", 1, found).batch == 5
     assert turned(WhatIf(batch=1), "batch", -1, found).batch == 1
     assert turned(AS_IT_WAS, "top_k", 1, found).top_k == 3
     assert turned(WhatIf(top_k=8), "top_k", 1, found).top_k == 8
     assert turned(AS_IT_WAS, "price", 1, found).price == 0.55
     assert turned(WhatIf(price=0.55), "price", -1, found).price == 0.5
+    assert turned(WhatIf(price=0.02), "price", 1, found).price == 0.03  # a tenth of it would be rounded away
+    assert turned(WhatIf(price=0.05), "price", -1, found).price == 0.04
+    assert turned(WhatIf(price=0.01), "price", -1, found).price == 0.01
     first = turned(AS_IT_WAS, "gpu", 1, found)
     assert first.gpu is not None
     assert turned(first, "gpu", -1, found).gpu is None
     assert turned(replace(first, price=3.0), "gpu", 1, found).price is None  # it was the other card's
+
+
+def test_no_curve_of_another_top_k(view: RunView) -> None:
+    """The fitted time of a micro-batch is that of the run's own number of experts per token."""
+    assert outlook(view, WhatIf(top_k=2)).curve
+    assert not outlook(view, WhatIf(top_k=4)).curve
+
+
+def test_top_k_is_asked_only_of_a_model_with_experts(view: RunView) -> None:
+    dense = RunState().replay([header(model=r.ModelFacts(name="dense"))])
+    texts = [" ".join(line.plain for line in what_if_lines(Frame(view=each), 80)) for each in (view, dense)]
+    assert ["t top-k" in text for text in texts] == [True, False]
+
+
+def test_every_width_shows_every_figure(view: RunView, found: Outlook) -> None:
+    assert found.projection is not None
+    rows = tuple(structs.replace(row, gpus=8) for row in found.projection.rows)
+    frame = Frame(view=view, outlook=replace(found, projection=structs.replace(found.projection, rows=rows)))
+    for width in (58, 78, 116, 196):
+        lines = [line.plain for line in projection_lines(frame, width, 40)]
+        assert max(map(len, lines)) <= width
+        text = " ".join(" ".join(lines).split())
+        for row in rows:
+            assert f"8x {row.gpu}" in text
+            for figure in (hours_text(row.hours), usd_text(row.usd), largest_text(row)):
+                assert figure in text
+        assert text.count("largest batch") == 1
+
+
+def test_a_largest_batch_beyond_the_axis_is_not_told_as_drawn(view: RunView, found: Outlook) -> None:
+    assert found.projection is not None
+    last = max(x for x, _ in found.curve)
+    for largest, sign in ((int(last), "│"), (int(last) + 1, "→")):
+        rows = tuple(structs.replace(r, largest_batch=largest) if r.here else r for r in found.projection.rows)
+        shown = replace(found, projection=structs.replace(found.projection, rows=rows))
+        assert f"{sign} largest {largest}" in batch_chart(Frame(view=view, outlook=shown), 120, 20)[0].plain
 
 
 def test_nothing_is_known_before_the_first_step() -> None:

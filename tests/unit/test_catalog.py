@@ -225,7 +225,7 @@ def test_unsure_names_are_refused_in_one_line(typed: str) -> None:
     assert isinstance(caught.value, ValueError)
     assert "\n" not in message
     assert len(message) < 250
-    assert "ft-insight project --gpu all" in message
+    assert "`ft-insight prices` names all" in message
 
 
 def test_refusal_suggests_at_most_three_known_names() -> None:

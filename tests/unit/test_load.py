@@ -96,6 +96,8 @@ def test_compare_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "+100.0%" in said  # queries per second
     assert "expert 0 moved most: 50% -> 25%" in said or "expert 1 moved most: 50% -> 75%" in said
     assert "25%" in said.splitlines()[-1]  # a quarter of the tokens went elsewhere
+    assert main(["compare", str(before), str(before)]) == 0
+    assert "moved most" not in capsys.readouterr().out
 
 
 def test_nothing_to_compare_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,6 +131,11 @@ def test_figures_that_were_not_measured_are_unmeasured(tmp_path: Path) -> None:
             "no SM or memory",
         ),
         (RAW.splitlines()[1] + "\n", "no SM or memory throughput"),
+        # fields over csv's limit, and rows that end before the kernel's name
+        ("x" * 200_000 + "\n", "no CSV export of Nsight Compute"),
+        ('"ID","Metric Name","Kernel Name"\n"' + "x" * 200_000 + '"\n', "field larger than"),
+        ('"ID","Metric Name","Metric Value","Kernel Name"\n"0","SM [%]","33"\n', "no SM or memory throughput"),
+        ('"ID","sm__throughput.avg.pct_of_peak_sustained_elapsed","Kernel Name"\n"","%"\n', "no SM or memory"),
     ],
 )
 def test_other_files_are_refused_in_one_line(tmp_path: Path, text: str, reason: str) -> None:

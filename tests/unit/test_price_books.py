@@ -54,7 +54,7 @@ def own_file(folder: Path, text: str) -> Path:
 def test_ones_own_price_goes_before_the_snapshot_and_leaves_the_rest_to_it(tmp_path: Path) -> None:
     shelf = books(own_file(tmp_path, "gpu,usd_per_gpu_hour\nh100,1.75\n"))
     quote, book = quote_from("H100-80GB-SXM", shelf) or pytest.fail("no price")
-    assert (quote.usd_per_hour, quote.offer.provider, book.origin) == (1.75, "mine.csv", str(tmp_path / "mine.csv"))
+    assert (quote.usd_per_hour, quote.offer.provider, book.origin) == (1.75, book.origin, str(tmp_path / "mine.csv"))
     other = quote_from("A40", shelf)
     assert other is not None
     assert other[1] == bundled()
@@ -70,7 +70,10 @@ def test_ones_own_price_goes_before_the_snapshot_and_leaves_the_rest_to_it(tmp_p
         ("gpu,usd_per_gpu_hour\nh100,-2\n", "line 2: a price is US dollars per GPU and hour, above 0, not '-2'"),
         ("gpu,usd_per_gpu_hour\nh100,two\n", "line 2: a price is US dollars"),
         ("gpu,usd_per_gpu_hour\nh100\n", "line 2: a price is US dollars"),
-        ("gpu,usd_per_gpu_hour,gpu_count\nh100,2,many\n", "line 2: invalid literal"),
+        ("gpu,usd_per_gpu_hour,gpu_count\nh100,2,many\n", "line 2: gpu_count is a whole number of GPUs, not 'many'"),
+        ("gpu,usd_per_gpu_hour,gpu_count\nh100,2,0\n", "line 2: gpu_count is a whole number of GPUs, not '0'"),
+        ("gpu,usd_per_gpu_hour\n\n\nh100,2\nh10,2\n", "line 5: unknown GPU 'h10'"),
+        ("gpu;usd_per_gpu_hour\nh100;2,5\n", "the first line names the columns, parted by commas"),
     ],
 )
 def test_a_file_that_is_none_is_refused_in_a_line(
@@ -81,6 +84,24 @@ def test_a_file_that_is_none_is_refused_in_a_line(
     [line] = capsys.readouterr().err.splitlines()
     assert said in line
     assert str(path) in line
+
+
+def test_a_file_typed_by_hand_and_one_from_a_spreadsheet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = own_file(tmp_path, '\ufeffGPU, USD_per_gpu_hour, provider\n\nh100, 2.5 , "a\x1b[31mb\nc"\n')
+    [offer] = from_file(own).offers
+    assert (offer.gpu, offer.usd_per_gpu_hour) == ("H100-80GB-SXM", 2.5)
+    for words in (["h100"], []):
+        assert main(["prices", *words, "--prices", str(own)]) == 0
+        shown = capsys.readouterr().out
+        assert "\x1b" not in shown
+        assert "ab c" in shown
+
+
+def test_the_source_of_ones_own_price_is_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = log(tmp_path / "run.jsonl", [header(devices=(A40,), dataset={"queries": 10}), *steps(4)])
+    own = own_file(tmp_path, "gpu,usd_per_gpu_hour\nh100,2\n")
+    assert main(["project", str(run), "--gpu", "h100", "--prices", str(own)]) == 0
+    assert f"  H100-80GB-SXM: {own}\n" in capsys.readouterr().out
 
 
 def test_a_missing_file(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +134,20 @@ def test_numbers_of_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     text = capsys.readouterr().out
     assert text.startswith("## ")
     assert "| 2x H100-80GB-SXM |" in text
-    for wrong in ("0", "9", "two", "-1", "1.5"):
+    for wrong in ("0", "9", "two", "-1", "1.5", "1,", "1,9"):
         assert "--gpus" in refused(capsys, path, "--gpus", wrong)
+    rows = asked(capsys, path, "--gpu", "h100,l40s", "--gpus", "1,4")["projection"]["rows"]
+    assert [(x["gpu"], x["gpus"]) for x in rows[1:]] == [(g, n) for g in ("H100-80GB-SXM", "L40S") for n in (1, 4)]
+
+
+def test_each_number_of_gpus_has_its_price(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(log(tmp_path / "run.jsonl", items((100, 200, 400), price_usd_per_hour=0.5)))
+    assert cli.main(["project", path, "--gpu", "a40", "--gpus", "1", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "prices, of all GPUs of a row together: " in text
+    assert "  A40: as given to the callback\n  A40: as given for 1\n" in text
+    assert cli.main(["project", path, "--gpu", "h100"]) == 0
+    assert "intervals 80%, of the largest batch 90%; prices: " in capsys.readouterr().out
     assert "--price needs one number" in refused(capsys, path, "--gpu", "h100", "--price", "2", "--gpus", "1", "2")
     assert "--batch must be above 0" in refused(capsys, path, "--batch", "0")
 
@@ -215,6 +228,19 @@ def test_tokenizers_that_cannot_be_had(tmp_path: Path, tokenizer: Path) -> None:
     (tmp_path / "odd.json").write_text("{}", encoding="utf-8")
     with pytest.raises(TokenizerError, match="is no tokenizer"):
         lengths_of(data, str(tmp_path / "odd.json"))
+
+
+def test_the_hub_is_asked_quietly(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_VERBOSITY", raising=False)
+    lengths_of(rows_of(tmp_path / "data.jsonl", 3), str(tokenizer))
+    assert os.environ["HF_HUB_VERBOSITY"] == "error"
+
+
+def test_rows_of_messages_need_the_template_beside_the_tokenizer(tmp_path: Path, tokenizer: Path) -> None:
+    data = tmp_path / "chat.jsonl"
+    data.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
+    with pytest.raises(TokenizerError, match=r"need the folder of .*tokenizer\.json"):
+        lengths_of(data, str(tokenizer / "tokenizer.json"))
 
 
 def test_another_data_set_is_priced(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:

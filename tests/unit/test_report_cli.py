@@ -18,7 +18,7 @@ from ft_insight import records as r
 from ft_insight.estimate import estimate_records
 from ft_insight.reader import Status, read_run
 from ft_insight.report import FORMATS, render
-from ft_insight.report.layout import columns, escape, pipes
+from ft_insight.report.layout import Section, columns, escape, pipes, to_text
 from ft_insight.run import RunState
 from ft_insight.summary import summary_lines
 from ft_insight.verdict import findings
@@ -278,6 +278,40 @@ def test_layout() -> None:
     assert escape("\\|") == "\\\\\\|"
 
 
+def test_a_narrow_terminal_breaks_tables_between_columns_and_lines_between_words() -> None:
+    table = (("GPU", "hours", "words"), ("A40", "10.5", "one two"), ("2x A40", "9", "three"))
+    section = Section("a section", ("a line of some words, for itself",), table, ("12345 789",))
+    assert to_text("a title of some words", [section], 20).split("\n") == [
+        "a title of some",
+        "  words",
+        "",
+        "a section",
+        "  a line of some",
+        "    words, for",
+        "    itself",
+        "  GPU     hours",
+        "  A40      10.5",
+        "  2x A40      9",
+        "",
+        "  GPU     words",
+        "  A40     one two",
+        "  2x A40  three",
+        "  12345 789",
+    ]
+    # 2 to the left, 6 + 2 + 5 + 2 + 7
+    wide, narrow = (to_text("t", [section], width) for width in (24, 23))
+    assert "  2x A40      9  three\n" in wide
+    assert "  2x A40      9\n" in narrow
+    assert "  a line of some words, for itself\n" in to_text("t", [section])
+
+
+def test_a_closed_output_is_no_traceback(folder: Path) -> None:
+    run = folder / "ft_insight_runs" / "good" / "run.jsonl"
+    shell = f"exec {sys.executable} -m ft_insight.cli report {run} >&-"
+    done = subprocess.run(["sh", "-c", shell], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 # the commands
 
 
@@ -312,7 +346,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 BAD: list[tuple[list[str], str]] = [
     (["project", "--gpu", "h10"], "H100"),
     (["project", "--gpu", "a100", "rtx 5099"], "did you mean RTX 5090"),
-    (["project", "--gpu", "h100", "--price", "-1"], "--price must be 0 or more, not -1"),
+    (["project", "--gpu", "h100", "--price", "-1"], "--price must be 0 or more and at most 1e+15, not -1"),
+    (["project", "--price", "1e300"], "--price must be 0 or more and at most 1e+15, not 1e+300"),
+    (["project", "--json", "--markdown"], "not allowed with"),
+    (["sweep"], "required: SCRIPT.py; see"),
     (["project", "--price", "nan"], "--price must be"),
     (["project", "--price", "inf"], "--price must be"),
     (["project", "--price", "2", "--gpu", "h100", "a100"], "--price needs exactly one --gpu"),

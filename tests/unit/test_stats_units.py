@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ft_insight import records as r
 from ft_insight import units
 from ft_insight.stats import CurveBuilder, EvenSample, RowCurves, median
-from ft_insight.words import clean, hours_text, usd_text
+from ft_insight.words import batch_text, clean, hours_text, row_name, row_text, usd_text
 
 ANY = st.one_of(st.none(), st.floats(-1e300, 1e300), st.sampled_from([math.nan, math.inf, -math.inf]))
 FORMATTERS = [
@@ -147,7 +148,13 @@ def test_duration(seconds: float | None, text: str) -> None:
         (units.interval(None, 1.0), ""),
         (hours_text((8.5, 7.6, 9.6)), "8.50 h [7.60-9.60]"),
         (hours_text((0.05, 0.04, 0.06)), "3.00 min [2.40-3.60]"),
-        (hours_text((480.0, 480.0, 480.0)), "20.0 d [20.0-20.0]"),
+        (hours_text((480.0, 480.0, 480.0)), "20.0 d"),
+        (row_name(r.ProjectionRow(gpu="A40", gpus=8)), "8x A40"),
+        (row_name(r.ProjectionRow(gpu="A40", gpus=1)), "A40"),
+        (row_text(r.ProjectionRow(gpu="A40", gpus=8, hours=(1.0, 1.0, 1.0))), "8x A40 1.00 h"),
+        (batch_text(r.ProjectionRow(gpu="A40", batch=4, accumulation=1.0)), "4"),
+        (batch_text(r.ProjectionRow(gpu="A40", batch=4, accumulation=8.0)), "4 x 8"),
+        (batch_text(r.ProjectionRow(gpu="A40")), "n/a"),
         (usd_text((17.9, 16.0, 20.0)), "$17.90 [$16.00-$20.00]"),
         (usd_text((17.9, 17.9, 17.9)), "$17.90"),
     ],

@@ -27,21 +27,28 @@ def batch_chart(frame: Frame, width: int, height: int) -> list[Text]:
         *_upright(found.present, top, CURVE),
         *_upright(_largest(found), top, ATTENTION),
     ]
-    last = max(x for x, _ in found.curve)
+    last = _last(found)
     low, high = Axis(tick, low=0.0, high=max([top, *(y for _, y in measured)])), Axis(units.count, low=0.0, high=last)
     return [_key(found), *chart(layers, width, height - 1, low, high)]
 
 
 def _key(found: Outlook) -> Text:
     largest = _largest(found)
+    # what lies beyond the axis is not drawn
+    sign = "│" if (largest or 0) <= _last(found) else "→"
     return joined(
         [
             words(("━", MARK), " queries/s by batch, ", ("━", FAINT), " 80% interval"),
             words(("•", CURVE), " micro-batches as measured"),
             words(("│", CURVE), " present batch ", figure(units.count(found.present))),
-            words(("│", ATTENTION), " largest ", figure(units.count(largest))) if largest else Text(),
+            words((sign, ATTENTION), " largest ", figure(units.count(largest))) if largest else Text(),
         ]
     )
+
+
+def _last(found: Outlook) -> float:
+    """Return where the axis of batches ends."""
+    return max(x for x, _ in found.curve)
 
 
 def _largest(found: Outlook) -> int | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+from rich.cells import cell_len
 from rich.text import Text
 
 from ft_insight import units
+from ft_insight.column_groups import grouped
 from ft_insight.records import Fit, Projection, ProjectionRow
 from ft_insight.tui.frame import Frame
 from ft_insight.tui.what_if import AS_IT_WAS
@@ -28,10 +28,11 @@ from ft_insight.tui.widgets.text import (
     words,
     wrap,
 )
-from ft_insight.words import largest_text, reasons
+from ft_insight.words import batch_text, estimate, hours_text, largest_text, reasons, row_name, usd_text
 
 LATER = "comes at the end of the run; or: ft-insight project RUN"
-Triple = tuple[float, float, float]
+LEAST_SOURCE = 8
+"""Columns that must be left for where a price comes from."""
 
 
 def run_lines(frame: Frame, width: int, height: int) -> list[Text]:
@@ -71,9 +72,7 @@ def projection_lines(frame: Frame, width: int, height: int) -> list[Text]:
     if job is None:
         refusal = frame.outlook.refusal if frame.outlook else None
         return [*asked, *wrap(f"{units.NA}: {refusal}" if refusal else LATER, width, QUIET)]
-    wide = width >= 104
-    body = _wide(job.rows, width) if wide else _narrow(job.rows)
-    lines = [cut(line, width) for line in body]
+    lines = [cut(line, width) for line in _tables(job.rows, width)]
     for text in reasons(job):
         lines += wrap(f"{units.NA}: {clean(text)}", width, QUIET, most=2, indent=2)
     return [*asked, *lines, *_marks(job, width), Text("[ ] 80% interval · ◂ this run's GPU", QUIET)]
@@ -90,13 +89,14 @@ def _job(frame: Frame) -> Projection | None:
 def what_if_lines(frame: Frame, width: int) -> list[Text]:
     """Say what is asked instead of what the run was, and by which keys."""
     asked = frame.what_if
-    values = (
+    values = [
         ("g", "GPU", asked.gpu),
         ("e", "epochs", None if asked.epochs is None else tick(asked.epochs)),
         ("d", "dollars/h", None if asked.price is None else f"{asked.price:.2f}"),
         ("b", "batch", None if asked.batch is None else units.count(asked.batch)),
-        ("t", "top-k", None if asked.top_k is None else units.count(asked.top_k)),
-    )
+    ]
+    if frame.view.header is not None and frame.view.header.model.experts:
+        values.append(("t", "top-k", None if asked.top_k is None else units.count(asked.top_k)))
     parts = [
         words((key, f"bold {CURVE}"), f" {name}", (f" {clean(value, 24)}" if value else "", ATTENTION))
         for key, name, value in values
@@ -104,44 +104,50 @@ def what_if_lines(frame: Frame, width: int) -> list[Text]:
     back = [words(("0", f"bold {CURVE}"), " as it was")] if asked != AS_IT_WAS else []
     waiting = frame.outlook is not None and frame.outlook.asked != asked
     parts[0] = words("working it out: " if waiting else "what if: ", parts[0])
-    return flow([*parts, *back, words("capitals go back")], width)
+    return flow([*parts, *back, words("capitals go back")], width, most=4)
 
 
 def _marks(job: Projection, width: int) -> list[Text]:
-    """Name the cheapest, the fastest and the best row; on a table's row there is no room for it."""
+    """Name the rows that stand out, and what bounds them; on a table's row there is no room for it."""
     named = [
-        words(f"{mark} ", (clean(_counted(row), 30), STRONG), f", bound by {row.bound_by}" if row.bound_by else "")
-        for mark in ("cheapest", "fastest", "best value")
+        words(
+            f"{clean(', '.join(row.marks), 60)} ",
+            (row_name(row), STRONG),
+            f", bound by {clean(row.bound_by, 30)}" if row.bound_by else "",
+        )
         for row in job.rows
-        if mark in row.marks
+        if row.marks
     ]
     return flow(named, width, most=3) if named else []
 
 
-def _counted(row: ProjectionRow) -> str:
-    return f"{row.gpus}x {row.gpu}" if row.gpus and row.gpus > 1 else row.gpu
-
-
-def _wide(rows: tuple[ProjectionRow, ...], width: int) -> list[Text]:
-    cells: list[list[Cell]] = [["GPU", "memory", "batch", "queries/s", "", "time", "", "$/h", "dollars", "", "price"]]
-    for row in rows:
-        estimates = [*_both(row.queries_per_s, units.significant), *_time(row.hours)]
-        dollars = [_price(row), *_both(row.usd, units.money), clean(row.price_source or units.NA, 28)]
-        cells += [[_name(row), _memory(row), _batch(row), *estimates, *dollars]]
-    return table(cells, "<>>><><>><<", gap=1 if width < 120 else 2)
-
-
-def _narrow(rows: tuple[ProjectionRow, ...]) -> list[Text]:
+def _tables(rows: tuple[ProjectionRow, ...], width: int) -> list[Text]:
+    """Set what is asked first in front; what ``width`` is too small for stands below, beside the names again."""
     names: list[Cell] = ["GPU", *(_name(row) for row in rows)]
-    rates = _merged("queries/s", [_both(row.queries_per_s, units.significant) for row in rows])
-    times = _merged("time", [_time(row.hours) for row in rows])
-    dollars = _merged("dollars", [_both(row.usd, units.money) for row in rows])
-    estimates = [list(row) for row in zip(names, rates, times, dollars, strict=True)]
-    facts: list[list[Cell]] = [["GPU", "memory", "batch", "$/h", "price"]]
-    for row in rows:
-        source = clean(row.price_source or units.NA, 30)
-        facts += [[_name(row), _memory(row), _batch(row), _price(row), source]]
-    return [*table(estimates, "<<<<"), Text(), *table(facts, "<>>><")]
+    columns: list[list[Cell]] = [
+        names,
+        _merged("queries/s", [_rate(row) for row in rows]),
+        _merged("time", [_parted(hours_text(row.hours)) for row in rows]),
+        _merged("dollars", [_parted(usd_text(row.usd)) for row in rows]),
+        ["$/h", *(figure(units.money(row.usd_per_hour), "") for row in rows)],
+        ["memory", *(figure(units.NA if row.memory_gb is None else f"{tick(row.memory_gb)} GB", "") for row in rows)],
+        ["largest batch", *(figure(largest_text(row), "") for row in rows)],
+        ["batch", *(figure(batch_text(row), "") for row in rows)],
+        ["price", *(clean(row.price_source or units.NA, 30) for row in rows)],
+    ]
+    gap = 1 if width < 120 else 2
+    widths = [max(cell.cell_len if isinstance(cell, Text) else cell_len(cell) for cell in column) for column in columns]
+    widths[-1] = min(widths[-1], LEAST_SOURCE)  # the rest of a source may be cut off
+    lines: list[Text] = []
+    for group in grouped(widths, width, gap):
+        lines += [Text()] if lines else []
+        chosen = [columns[i] for i in (0, *group)]
+        align = "<" + "".join(_ALIGN[i] for i in group)
+        lines += table(list(zip(*chosen, strict=True)), align, gap)
+    return lines
+
+
+_ALIGN = "<<<<>>>><"
 
 
 def _merged(head: str, pairs: list[list[Cell]]) -> list[Cell]:
@@ -150,40 +156,25 @@ def _merged(head: str, pairs: list[list[Cell]]) -> list[Cell]:
 
 
 def _name(row: ProjectionRow) -> Text:
-    return words((clean(row.gpu, 22), STRONG if row.here else ""), (" ◂" if row.here else "", CURVE))
+    return words((clean(row_name(row), 22), STRONG if row.here else ""), (" ◂" if row.here else "", CURVE))
 
 
-def _memory(row: ProjectionRow) -> Text:
-    return figure(units.NA if row.memory_gb is None else f"{tick(row.memory_gb)} GB", "")
+def _rate(row: ProjectionRow) -> list[Cell]:
+    value, ends = _parted(estimate(row.queries_per_s))
+    return [value, "measured" if row.queries_per_s is not None and not ends else ends]
 
 
-def _batch(row: ProjectionRow) -> Text:
-    return figure(largest_text(row), "")
-
-
-def _price(row: ProjectionRow) -> Text:
-    return figure(units.money(row.usd_per_hour), "")
-
-
-def _both(triple: Triple | None, text: Callable[[float], str]) -> list[Cell]:
-    if triple is None:
-        return [figure(units.NA), ""]
-    value, low, high = triple
-    return [figure(text(value)), units.interval(low, high) if low < high else "measured"]
-
-
-def _time(triple: Triple | None) -> list[Cell]:
-    cells = _both(triple, units.hours)
-    if triple is None or triple[1] >= triple[2] or 1 <= triple[0] < 240:
-        return cells
-    scale, unit = (60.0, " min") if triple[0] < 1 else (1 / 24, " d")
-    return [cells[0], units.interval(triple[1] * scale, triple[2] * scale).replace("]", f"{unit}]")]
+def _parted(text: str) -> list[Cell]:
+    """Part a figure from its interval, to align the one and to set the other quietly."""
+    value, bracket, ends = text.partition(" [")
+    return [figure(value), f"[{ends}" if bracket else ""]
 
 
 def fit_lines(frame: Frame, width: int, height: int) -> list[Text]:
     """Draw the step-time model with its intervals, and throughput by batch, or else the fitted micro-batches."""
     fit = _fit(frame)
-    lines = [Text(LATER, QUIET)] if fit is None else _fit_facts(fit, width)
+    nothing = units.NA if frame.status.over else LATER
+    lines = wrap(nothing, width, QUIET) if fit is None else _fit_facts(fit, width)
     drawn = batch_chart(frame, width, max(8, height - len(lines)))
     if drawn:
         return [*lines, *drawn]
