@@ -84,12 +84,14 @@ def big(value: float | None) -> str:
 
 
 def significant(value: float) -> str:
-    """Format a number with three significant digits and without an exponent."""
+    """Format a number with three significant digits, without an exponent down to a millionth."""
     if not math.isfinite(value):
         return NA
     if value == 0:
         return "0"
     digits = 2 - math.floor(math.log10(abs(value)))
+    if abs(value) < 1e-6:
+        return f"{value:.2e}"
     rounded = round(value, digits)
     if abs(rounded) >= 100:
         return f"{rounded:,.0f}"

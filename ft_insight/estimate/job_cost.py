@@ -48,14 +48,15 @@ def _extra_seconds(measured: Measured, workload: Workload, scale: float, setting
 def marked(rows: Sequence[ProjectionRow]) -> tuple[ProjectionRow, ...]:
     """Mark the cheapest row, the fastest, and the one whose dollars times hours are least, where there is a choice."""
     marks: dict[int, list[str]] = {}
-    priced = [(i, row.usd[0], row.hours[0]) for i, row in enumerate(rows) if row.usd and row.hours]
-    timed = [(i, row.hours[0]) for i, row in enumerate(rows) if row.hours]
-    if len(priced) > 1:
-        marks.setdefault(min(priced, key=lambda each: each[1])[0], []).append("cheapest")
-    if len(timed) > 1:
-        marks.setdefault(min(timed, key=lambda each: each[1])[0], []).append("fastest")
-    if len(priced) > 1:
-        marks.setdefault(min(priced, key=lambda each: each[1] * each[2])[0], []).append("best value")
+    priced = {i: (row.usd[0], row.hours[0]) for i, row in enumerate(rows) if row.usd and row.hours}
+    for name, values in (
+        ("cheapest", {i: usd for i, (usd, _) in priced.items()}),
+        ("fastest", {i: row.hours[0] for i, row in enumerate(rows) if row.hours}),
+        ("best value", {i: usd * hours for i, (usd, hours) in priced.items()}),
+    ):
+        least = min(values, key=values.__getitem__, default=None)
+        if least is not None and sum(math.isclose(value, values[least]) for value in values.values()) < len(values):
+            marks.setdefault(least, []).append(name)
     return tuple(replaced(row, {"marks": tuple(marks.get(i, ()))}) for i, row in enumerate(rows))
 
 

@@ -82,7 +82,10 @@ def _here(measured: Measured, ask: Ask) -> ProjectionRow:
     largest = space.batch if space else None
     present = present_setting(measured, measured.gpu_count)
     setting = present
-    changed = measured.density is not None or (ask.batch is not None and ask.batch != measured.batch)
+    # the run's own rows did fit; other, longer ones may not
+    too_large = largest is not None and present is not None and largest < present.batch
+    too_large = too_large and not same_rows(measured, ask.workload)
+    changed = measured.density is not None or too_large or (ask.batch is not None and ask.batch != measured.batch)
     if changed:
         setting = setting_for(measured, measured.gpu_count, largest, ask.batch)
     found = _rate_here(measured, ask, setting if changed else None, largest)
@@ -116,6 +119,8 @@ def _rate_here(measured: Measured, ask: Ask, setting: Setting | None, largest: i
     refused = _refused(ask, largest)
     if refused is not None:
         return refused
+    if setting is not None and largest == 0:
+        return _no_row_fits(ask)
     if setting is not None and measured.here is not None:
         return rate_on(measured, ask.workload, measured.here, setting)
     if setting is not None:
@@ -181,7 +186,7 @@ def _rate_elsewhere(
     if refused is not None:
         return refused
     if largest == 0:
-        return TransferError(f"one row of {ask.workload.longest:,} tokens does not fit into its memory")
+        return _no_row_fits(ask)
     why = refuse_count(measured, count)
     if why is not None:
         return TransferError(why)
@@ -203,6 +208,10 @@ def _refused(ask: Ask, largest: int | None) -> TransferError | None:
     if ask.batch is not None and largest is not None and ask.batch > largest:
         return TransferError(f"a batch of {ask.batch} does not fit: {largest} at most")
     return None
+
+
+def _no_row_fits(ask: Ask) -> TransferError:
+    return TransferError(f"one row of {ask.workload.longest:,} tokens does not fit into its memory")
 
 
 def _told(found: Rate | TransferError, unknown: dict[str, str]) -> Rate | None:

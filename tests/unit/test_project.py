@@ -15,6 +15,7 @@ from makers import A40, CPU, GIB, header, micro, step, steps, view
 from ft_insight import records as r
 from ft_insight.catalog import find_gpu, load_gpus, quote
 from ft_insight.estimate import DEFAULT_GPUS, Ask, estimate_records, measure, project
+from ft_insight.estimate.job_cost import marked
 from ft_insight.estimate.memory import CONTEXT_BYTES, FRAGMENTATION
 from ft_insight.estimate.step_time import NotIdentifiable
 from ft_insight.estimate.workload import Workload, WorkloadError, workload_of
@@ -253,6 +254,22 @@ def test_a_batch_that_does_not_fit_is_not_projected() -> None:
     there = ask(blind, small.name, seq_len=100_000).rows[1]
     assert there.largest_batch == 0
     assert "100,000 tokens does not fit" in there.unknown["queries_per_s"]
+
+
+def test_rows_too_long_for_the_run_s_own_batch_are_accumulated_or_refused() -> None:
+    here = ask(varied(), seq_len=10_000).rows[0]
+    assert here.largest_batch == 3
+    assert (here.batch, here.accumulation, here.global_batch) == (2, 2, 4)
+    none = ask(varied(), seq_len=100_000).rows[0]
+    assert (none.largest_batch, none.queries_per_s, none.hours) == (0, None, None)
+    assert "100,000 tokens does not fit" in none.unknown["queries_per_s"]
+
+
+def test_rows_that_are_all_alike_have_no_marks() -> None:
+    row = r.ProjectionRow(gpu="A40", hours=(2.0, 1.0, 3.0), usd=(1.0, 0.5, 1.5))
+    assert [x.marks for x in marked([row, row])] == [(), ()]
+    quicker = r.ProjectionRow(gpu="H100", hours=(1.0, 0.5, 1.5), usd=(1.0, 0.5, 1.5))
+    assert [x.marks for x in marked([row, quicker])] == [(), ("fastest", "best value")]
 
 
 def test_other_lengths_need_a_model_of_step_time() -> None:

@@ -131,6 +131,8 @@ def test_duration(seconds: float | None, text: str) -> None:
         (units.significant(9.996), "10.0"),
         (units.significant(999.6), "1,000"),
         (units.significant(math.inf), "n/a"),
+        (units.significant(1e-6), "0.00000100"),
+        (units.significant(1.234e-10), "1.23e-10"),
         (units.rate(1.0055, "queries"), "1.01 queries/s"),
         (units.rate(None, "queries"), "n/a"),
         (units.share(0.004), "0.4%"),
