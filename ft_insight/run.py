@@ -148,7 +148,7 @@ class RunState:
         """Take in a sweep's step at another batch than the job's: all rates and shares are of the job's own."""
         self._note_outside({OTHER_BATCHES: step.wall_s})
         self._note_memory(step)
-        for micro in step.micro:
+        for micro in () if step.profiled else step.micro:
             self._micro.add(micro)
 
     def _on_tried(self, tried: r.Tried) -> None:

@@ -46,7 +46,7 @@ class SweepResult:
     trials: tuple[Trial, ...]
 
     def sizes(self) -> tuple[Measured, ...]:
-        """Return what each size took, the step that warmed up left out."""
+        """Return what each size took; steps that warmed up, or took longer for being looked at, are left out."""
         _, stream = read_records(self.path)
         header: r.Header | None = None
         steps: dict[int, list[r.Step]] = defaultdict(list)
@@ -57,7 +57,7 @@ class SweepResult:
                 steps.clear()
             elif isinstance(record, r.Step):
                 batch = record.other_batch or (header.train.batch if header else None)
-                if warm and batch is not None:
+                if warm and batch is not None and not record.profiled:
                     steps[batch].append(record)
                 warm = True
         return tuple(_measured(batch, steps[batch]) for batch in sorted(steps))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
 from ft_insight import records as r
 from ft_insight import units
+from ft_insight.callbacks.memory_watch import FIRST_LOOK
 from ft_insight.callbacks.oom import is_out_of_memory
 from ft_insight.callbacks.session import Study
 from ft_insight.sweeping.progress import Progress
@@ -77,7 +79,10 @@ def sweep_trainer(
 ) -> SweepResult:
     """Sweep a trainer that is there. ``working`` says that the batch size it is set to is the job's own."""
     with Bench(trainer, train) as bench, Progress() as progress:
+        progress.now("looking for the longest rows")
         rows = longest_rows(trainer.train_dataset)
+        if not rows.order:
+            raise SweepError("the training set has no rows")
         own = bench.working_batch if working else None
         found = _search(bench, rows, sizes, max_batch, progress)
         if not found.largest:
@@ -153,11 +158,11 @@ def _fitting(sizes: tuple[int, ...], found: Found) -> tuple[int, ...]:
 
 
 def plan(sizes: tuple[int, ...], usual: int, micro_batches: int, accumulation: int) -> Blocks:
-    """Return what is done at which size: one step to warm up, then all sizes upwards, then all of them downwards."""
+    """Return what is done at which size: steps to warm up, then all sizes upwards, then all of them downwards."""
     each = -(-micro_batches // accumulation)
     up = [(size, -(-each // 2)) for size in sizes]
     down = [(size, each // 2) for size in reversed(sizes)]
-    return ((usual, 1), *up, *(block for block in down if block[1]))
+    return ((usual, FIRST_LOOK), *up, *(block for block in down if block[1]))
 
 
 def _feed(bench: Bench, blocks: Blocks, usual: int) -> Callable[[], None]:
@@ -182,9 +187,10 @@ class _Fed:
 
     def __iter__(self) -> Iterator[Any]:
         accumulation = self._bench.trainer.args.gradient_accumulation_steps
-        for batch, steps in self._blocks:
+        for epoch, (batch, steps) in enumerate(self._blocks):
             self._bench.set_batch(batch)
-            yield from islice(Endless(self._loader), steps * accumulation)
+            loader = partial(self._bench.loader, self._loader, batch)
+            yield from islice(Endless(loader, epoch=epoch), steps * accumulation)
 
 
 def _record(trial: Trial) -> r.Tried:

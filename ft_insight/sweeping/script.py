@@ -46,30 +46,37 @@ def in_script(script: str, arguments: Sequence[str], study: Study[T]) -> T:
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise SweepError(f"running {script} needs {', '.join(missing)}: pip install 'ft-insight[train]'")
-    results: list[T | ValueError] = []
+    results: list[T | Exception] = []
     with _as_main(script, arguments), _intercepted(study, results):
-        try:
-            runpy.run_path(script, run_name="__main__")
-        except _Measured:
-            pass
-        except SystemExit as leave:
-            if not results and leave.code not in (None, 0):
-                raise
-        except Exception as error:  # noqa: BLE001 - whatever a script raises is to be shown as its own
-            if not results:
-                _tell(error, script)
-                raise ScriptFailed(1) from None
+        _run(script, results)
     if not results:
         raise SweepError(f"{script} ended without calling train() of a transformers Trainer: nothing was measured")
     result = results[0]
-    if isinstance(result, ValueError):
+    if isinstance(result, SweepError):
         raise result
+    if isinstance(result, Exception):
+        _tell(result, script)
+        raise ScriptFailed(1)
     return result
 
 
+def _run(script: str, results: list[Any]) -> None:
+    """Run a script until it ends; how it ends once there is a result is of no interest."""
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except _Measured:
+        pass
+    except SystemExit as leave:
+        if not results and leave.code not in (None, 0):
+            raise
+    except Exception as error:  # noqa: BLE001 - whatever a script raises is to be shown as its own
+        if not results:
+            results.append(error)
+
+
 @contextmanager
-def _intercepted(study: Study[T], results: list[T | ValueError]) -> Iterator[None]:
-    """Have ``train`` of every Trainer measure it instead; an error of ours becomes the result."""
+def _intercepted(study: Study[T], results: list[T | Exception]) -> Iterator[None]:
+    """Have ``train`` of every Trainer measure it instead; an error in it becomes the result."""
     from transformers import Trainer
 
     original = Trainer.train
@@ -78,7 +85,7 @@ def _intercepted(study: Study[T], results: list[T | ValueError]) -> Iterator[Non
         if not results:
             try:
                 results.append(study(self, partial(original, self)))
-            except SweepError as error:
+            except Exception as error:  # noqa: BLE001 - scripts catch it around train(), and would go on as if trained
                 results.append(error)
         raise _Measured
 

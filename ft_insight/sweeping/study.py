@@ -33,6 +33,12 @@ class StudyCallback(FtInsightCallback):
         session = self._session
         self.path = session.place.path if session is not None and session.place is not None else None
 
+    def leave(self, error: BaseException) -> None:
+        """Close the log, whose session does not hear of what is raised between the calls that it watches."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.guard.run("end", session.abort, error)
+
 
 class _Ticks(TrainerCallback):  # type: ignore[misc]
     def __init__(self, progress: Progress, trainer: Any) -> None:
@@ -68,7 +74,11 @@ def price_of(trainer: Any) -> float | None:
 def observed(bench: Bench, callback: StudyCallback, steps: int, progress: Progress, **run: Any) -> Path:
     """Run the steps of a study; return its log, which has a last line however the steps ended."""
     progress.begin(steps)
-    bench.run(steps, [callback, _Ticks(progress, bench.trainer)], **run)
+    try:
+        bench.run(steps, [callback, _Ticks(progress, bench.trainer)], **run)
+    except BaseException as error:
+        callback.leave(error)
+        raise
     if callback.path is None:
         raise SweepError("the log could not be begun; the warning above says why")
     return callback.path

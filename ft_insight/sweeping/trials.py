@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 from transformers.trainer_callback import DefaultFlowCallback
+from transformers.utils import logging
 
 from ft_insight.callbacks.batches import measure
 from ft_insight.callbacks.oom import is_out_of_memory
 from ft_insight.sweeping.question import SweepError
-from ft_insight.sweeping.restore import Snapshot, free_memory
+from ft_insight.sweeping.restore import Snapshot, free_memory, inner_optimizer
 from ft_insight.sweeping.rows import LongestRows
 from ft_insight.sweeping.search import Trial
 
@@ -42,6 +44,8 @@ PLAIN_LOADER = {
     "train_sampling_strategy": "sequential",
 }
 """What it is told for a trial, whose rows are chosen already."""
+SAVING = ("save_model", "_save_checkpoint", "save_state", "save_metrics", "push_to_hub")
+"""What a trainer's own ``train`` or ``training_step`` may call, whatever its arguments say."""
 
 
 class Bench:
@@ -57,9 +61,12 @@ class Bench:
         self._snapshot = Snapshot(trainer)
 
     def __enter__(self) -> Bench:
+        self._verbosity = logging.get_verbosity()
+        logging.set_verbosity_error()  # the training says it once; here each trial would, in the middle of the bar
         return self
 
     def __exit__(self, *_: object) -> None:
+        logging.set_verbosity(self._verbosity)
         free_memory()
 
     @property
@@ -90,10 +97,37 @@ class Bench:
             vars(trainer.args).update(_typed(trainer.args, {**QUIET, "max_steps": steps, **settings}))
             trainer.model_init = None  # a second model beside the first would take memory that is being measured
             trainer.callback_handler.callbacks[:] = [DefaultFlowCallback(), *callbacks]
+            self._quieten()
             prepare()
             self._train()
         finally:
             self._snapshot.restore()
+
+    def _quieten(self) -> None:
+        """Take from the trainer what would save, and what would end before the measurement does."""
+        trainer = self.trainer
+        for name in SAVING:
+            setattr(trainer, name, lambda *_, **__: None)
+        optimizer = inner_optimizer(trainer.optimizer)
+        if trainer.lr_scheduler is not None and optimizer is not None:
+            # the user's own may be made for the job's steps, and refuse more
+            trainer.lr_scheduler = LambdaLR(optimizer, lambda _: 1.0)
+        scaler = trainer.accelerator.scaler
+        if scaler is not None and scaler.is_enabled():
+            # steps whose gradients overflow in fp16, as the first do, are skipped: then there is no optimizer state
+            scaler.load_state_dict({**scaler.state_dict(), "scale": 1.0})
+
+    def loader(self, make: Callable[[], Iterable[Any]], batch: int) -> Iterable[Any]:
+        """Return a new loader of the trainer's, which must follow the batch size that is set."""
+        loader = make()
+        sizes = (getattr(each, "batch_size", None) for each in (loader, getattr(loader, "batch_sampler", None)))
+        size = next((size for size in sizes if isinstance(size, int)), batch)
+        if size != batch:
+            raise SweepError(
+                f"{type(self.trainer).__name__} loads batches of {size:,} rows where {batch:,} were set: its "
+                "get_train_dataloader does not follow self._train_batch_size"
+            )
+        return loader
 
     def asked(self, question: Callable[[], T]) -> T:
         """Return the answer of a question that changes the trainer, which is put back as it was."""
@@ -108,10 +142,11 @@ class Bench:
         watch = Watch(trainer.args.device)
 
         def prepare() -> None:
-            loader = trainer.get_train_dataloader
+            make = trainer.get_train_dataloader
             trainer.train_dataset = rows.batch(batch)
+            trainer._get_train_sampler = lambda *_, **__: None  # one of the user's own may count on all rows
             self.set_batch(batch)
-            trainer.get_train_dataloader = lambda: Endless(loader, watch.see)
+            trainer.get_train_dataloader = lambda: Endless(lambda: self.loader(make, batch), watch.see)
 
         accumulation = min(ACCUMULATED, trainer.args.gradient_accumulation_steps)
         try:
@@ -120,18 +155,28 @@ class Bench:
             if not is_out_of_memory(error):
                 raise
             return watch.trial(batch, fits=False)
+        if not watch.steps:
+            raise SweepError(f"training ended before its first step at batch {batch:,}: nothing was measured")
         return watch.trial(batch, fits=True)
 
 
 class Endless:
-    """A trainer's own loader, begun anew whenever it ends. Without a length, so that ``max_steps`` alone rules."""
+    """A trainer's own loader, begun anew whenever it ends. Without a length, so that ``max_steps`` alone rules.
 
-    def __init__(self, make: Callable[[], Iterable[Any]], see: Callable[[Any], None] | None = None) -> None:
+    ``epoch`` is that of its first round: each has an order of rows of its own, as each epoch of a training has.
+    """
+
+    def __init__(
+        self, make: Callable[[], Iterable[Any]], see: Callable[[Any], None] | None = None, epoch: int = 0
+    ) -> None:
         self._make = make
         self._see = see
+        self._epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
         loader = self._make()
+        if hasattr(loader, "set_epoch"):
+            loader.set_epoch(self._epoch)
         empty = False
         while not empty:
             empty = True
@@ -177,6 +222,11 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             torch.cuda.synchronize(self._cuda)
         return time.perf_counter()
 
+    @property
+    def steps(self) -> int:
+        """How many were done."""
+        return len(self._steps_s)
+
     def trial(self, batch: int, *, fits: bool) -> Trial:
         """Return what was seen; of a batch that does not fit its slots alone."""
         if not fits:
@@ -192,6 +242,10 @@ def check_trainer(trainer: Any) -> None:
         raise SweepError("the trainer has no train_dataset")
     if int(getattr(trainer.args, "world_size", 1)) > 1:
         raise SweepError("batch sizes are measured in one process: start it without torchrun or accelerate launch")
+    if int(getattr(trainer.args, "n_gpu", 1)) > 1:
+        raise SweepError(
+            f"batch sizes are measured on one of the {trainer.args.n_gpu} GPUs: set CUDA_VISIBLE_DEVICES=0"
+        )
     if getattr(trainer, "is_deepspeed_enabled", False) or getattr(trainer, "is_fsdp_enabled", False):
         raise SweepError("DeepSpeed and FSDP keep weights where they cannot be put back: measure without them")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import gc
+import math
 import os
 import random
 import subprocess
@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from transformers import TrainerCallback
+from trl import SFTTrainer
 
 import ft_insight
 from ft_insight import FtInsightCallback, sweep
@@ -24,7 +25,10 @@ from ft_insight import records as r
 from ft_insight.cli import main
 from ft_insight.estimate.step_time import StepTime, fit_step_time
 from ft_insight.run import RunState
+from ft_insight.sweeping import trials
 from ft_insight.sweeping.probe import ProbeResult, probe_trainer
+from ft_insight.sweeping.restore import LARGEST_STATE, Snapshot
+from ft_insight.sweeping.result import SweepResult
 from ft_insight.sweeping.rows import longest_rows
 from ft_insight.sweeping.run import plan
 from ft_insight.sweeping.search import GAIN, Cap, Trial, find_largest, sizes_to_measure
@@ -92,8 +96,9 @@ def test_handful_of_sizes() -> None:
     assert sizes_to_measure(1, 4) == (1,)
     assert sizes_to_measure(17, 8) == (1, 2, 3, 5, 8, 10, 17)
     assert sizes_to_measure(5, 9) == (1, 2, 3, 4, 5)
-    assert plan((1, 4), 4, 8, 1) == ((4, 1), (1, 4), (4, 4), (4, 4), (1, 4))
-    assert plan((1, 4), 1, 8, 16) == ((1, 1), (1, 1), (4, 1))  # of 16 micro-batches each
+    # the second step to warm up is the one in which memory is counted
+    assert plan((1, 4), 4, 8, 1) == ((4, 2), (1, 4), (4, 4), (4, 4), (1, 4))
+    assert plan((1, 4), 1, 8, 16) == ((1, 2), (1, 1), (4, 1))  # of 16 micro-batches each
     for micro_batches, accumulation in [(8, 3), (1, 1), (5, 2)]:
         done = plan((3,), 3, micro_batches, accumulation)[1:]
         assert sum(s for _, s in done) * accumulation >= micro_batches
@@ -205,6 +210,8 @@ def test_sweep_fits_the_planted_curve(
     assert [m.micro_batch_s for m in result.sizes()] == pytest.approx([0.07, 0.09, 0.13, 0.21])
 
     log = Log(result.path)
+    assert [s.step for s in log.steps if s.profiled] == [2]
+    assert log.steps[1].other_batch is None  # so that no size is measured while memory is counted
     [fit] = log.of(r.Fit)
     assert fit.identifiable
     assert (fit.fixed_s, fit.per_slot_s) == pytest.approx((0.05, 0.002), rel=0.02)
@@ -226,6 +233,28 @@ def test_sweep_fits_the_planted_curve(
     shown = capsys.readouterr().out
     assert "32 rows x 3 epochs" in shown
     assert "10-80 slots" in shown
+
+
+def test_steps_that_were_looked_at_are_not_told_as_a_sizes_time(tmp_path: Path) -> None:
+    steps = [step(1, 0.0, 1.0), step(2, 1.0, 1.0), step(3, 2.0, 9.0, profiled=True), step(4, 11.0, 1.0)]
+    steps += [step(5, 12.0, 8.0, other_batch=8, profiled=True), step(6, 20.0, 2.0, other_batch=8)]
+    path = makers.log(tmp_path / "run.jsonl", [header(purpose="sweep"), *steps])
+    sizes = {size.batch == 8: size for size in SweepResult(path, 8, "", None, "", ()).sizes()}
+    own, other = sizes[False], sizes[True]
+    assert (own.micro_batches, other.micro_batches) == (2 * len(steps[0].micro), len(steps[0].micro))
+    work = sum(m.queries for m in steps[0].micro)
+    assert (own.queries_per_s, other.queries_per_s) == (work, work / 2)
+
+
+def test_each_pass_measures_rows_of_its_own(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    """Rows of 32 lengths: what is measured on the way down is not what was on the way up."""
+    trainer = make_trainer(rows=token_rows(range(5, 37)))
+    sweep(lambda: trainer, batch_sizes=[1, 2], steps=8, path=tmp_path / "run.jsonl")
+    steps = [s for s in Log(tmp_path / "run.jsonl").steps if s.other_batch == 1]
+    lengths = [s.micro[0].slots for s in steps]
+    assert len(lengths) == 8
+    assert lengths[:4] != lengths[4:]
+    assert len(set(lengths)) > 4
 
 
 def test_steps_at_other_batches_count_for_the_fit_alone() -> None:
@@ -261,6 +290,56 @@ def adamw(model: torch.nn.Module) -> Any:
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
 
 
+class Stateful(SFTTrainer):  # type: ignore[misc]
+    """Keeps an average of its weights, draws numbers of its own, thaws what is frozen, and saves after training."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.shadow = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+        self.torch_draws = torch.Generator().manual_seed(5)
+        self.numpy_draws = np.random.default_rng(4)
+        self.old_numpy_draws = np.random.RandomState(4)
+        self.python_draws = random.Random(3)
+
+    def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        for name, p in model.named_parameters():
+            p.requires_grad_(True)
+            self.shadow[name].mul_(0.9).add_(p.detach(), alpha=0.1)
+        return super().training_step(model, *args, **kwargs)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        drawn = float(torch.rand((), generator=self.torch_draws)) + self.numpy_draws.random()
+        drawn += self.old_numpy_draws.random_sample() + self.python_draws.random()
+        return super().compute_loss(*args, **kwargs) * (1 + drawn + float(self.shadow["lm_head.weight"].sum()))
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().train(*args, **kwargs)
+        self.save_model()
+        self.save_state()
+        return result
+
+
+class Counts:
+    """A data set, or a collator, that does something else each time."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.calls, self.draws = inner, 0, torch.Generator().manual_seed(1)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.changed(dict(self.inner[index]), lambda row, token: row["input_ids"].__setitem__(0, token))
+
+    def __call__(self, rows: Any) -> Any:
+        return self.changed(self.inner(rows), lambda batch, token: batch["input_ids"][:, 1].fill_(token))
+
+    def changed(self, item: Any, change: Callable[[Any, int], Any]) -> Any:
+        self.calls += 1
+        change(item, 10 + self.calls % 50 + int(torch.randint(0, 200, (), generator=self.draws)))
+        return item
+
+
 def make_case(case: str, make_trainer: MakeTrainer, out: Path) -> Any:
     random.seed(3)
     np.random.seed(3)
@@ -280,9 +359,20 @@ def make_case(case: str, make_trainer: MakeTrainer, out: Path) -> Any:
         }
     elif case == "autocast":
         settings |= {"bf16": True}
+    elif case == "state of one's own":
+        settings |= {"trainer_class": Stateful}
+        model.model.layers[0].requires_grad_(False)
     trainer = make_trainer([Hears()], model=model, **settings)
     if case == "an optimizer of one's own":
         trainer.optimizer, trainer.lr_scheduler = adamw(trainer.model)
+    elif case == "an optimizer in use, a schedule of the job's steps":
+        trainer.optimizer, _ = adamw(trainer.model)
+        trainer.model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        trainer.lr_scheduler = torch.optim.lr_scheduler.OneCycleLR(trainer.optimizer, 0.01, total_steps=5)
+    elif case == "state of one's own":
+        trainer.train_dataset, trainer.data_collator = Counts(trainer.train_dataset), Counts(trainer.data_collator)
     elif case == "trained before":
         trainer.train()
     return trainer
@@ -293,14 +383,25 @@ CASES = (
     "noise, checkpointing, accumulation, saves",
     "autocast",
     "an optimizer of one's own",
+    "an optimizer in use, a schedule of the job's steps",
+    "state of one's own",
     "trained before",
 )
 
 
-def plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Return what can be compared of an object's attributes; others by identity."""
-    simple = (int, float, str, bool, type(None), list, dict, tuple)
-    return {k: copy.deepcopy(v) if isinstance(v, simple) else id(v) for k, v in values.items() if k != "callbacks"}
+def told(value: Any) -> Any:
+    """Return what can be compared of a value; what has no value of its own by identity."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: told(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [told(item) for item in value]
+    return value if isinstance(value, int | float | str | None) else id(value)
+
+
+def plain(owner: Any) -> dict[str, Any]:
+    return {k: told(v) for k, v in vars(owner).items() if k != "callbacks"}
 
 
 def condition(trainer: Any) -> list[Any]:
@@ -308,10 +409,11 @@ def condition(trainer: Any) -> list[Any]:
     owners = (trainer, trainer.args, trainer.control, trainer.state, trainer.callback_handler)
     modules = trainer.model.modules()
     return [
-        *(plain(vars(owner)) for owner in owners),
+        *(plain(owner) for owner in owners),
         [id(c) for c in trainer.callback_handler.callbacks],
         [(m.training, set(vars(m)), *(list(vars(m)[d]) for d in HOOKS)) for m in modules],
-        [p.grad for p in trainer.model.parameters()],
+        [(p.grad, p.requires_grad) for p in trainer.model.parameters()],
+        [id(group) for group in getattr(trainer.optimizer, "param_groups", ())],
         random.getstate(),
         np.random.get_state()[1].tolist(),  # type: ignore[union-attr]
         torch.get_rng_state().tolist(),
@@ -336,14 +438,14 @@ def test_everything_is_put_back(case: str, make_trainer: MakeTrainer, tmp_path: 
     before = condition(swept)
     weights = [p.detach().clone() for p in swept.model.parameters()]
     buffers = [b.detach().clone() for b in swept.model.buffers()]
-    fresh = swept.optimizer is None
+    fresh, files = swept.optimizer is None, sorted((tmp_path / "swept").rglob("*"))
     result = sweep(lambda: swept, steps=1, path=tmp_path / "run.jsonl")
     assert result.largest == 4  # it trained, and it failed, before it was put back
     assert condition(swept) == before
     assert all(torch.equal(a, b) for a, b in zip(weights, swept.model.parameters(), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(buffers, swept.model.buffers(), strict=True))
     assert (swept.optimizer is None) == fresh
-    assert not list((tmp_path / "swept").glob("checkpoint-*")) or case == "trained before"
+    assert sorted((tmp_path / "swept").rglob("*")) == files
     heard = len(swept.callback_handler.callbacks[-2].events) if case != "trained before" else 0
     assert heard == 0
 
@@ -352,6 +454,27 @@ def test_everything_is_put_back(case: str, make_trainer: MakeTrainer, tmp_path: 
     assert losses == other_losses
     assert len(losses) > 3
     assert all(torch.equal(a, b) for a, b in zip(end, other_end, strict=True))
+
+
+def test_state_of_an_optimizer_of_many_parameters(make_trainer: MakeTrainer) -> None:
+    """As a full fine-tune of separate experts has them: more than the containers of a user's may hold."""
+    trainer = make_trainer()
+    many = [torch.nn.Parameter(torch.ones(1)) for _ in range(LARGEST_STATE + 1)]
+    optimizer = trainer.optimizer = torch.optim.AdamW(many)
+
+    def steps() -> list[float]:
+        for p in many:
+            p.grad = torch.full((1,), 3.0)
+        optimizer.step()
+        return [float(value) for p in many for value in optimizer.state[p].values()]
+
+    before = steps()
+    snapshot = Snapshot(trainer)
+    assert steps() != before
+    optimizer.state[torch.nn.Parameter(torch.ones(1))] = {"step": torch.ones(())}
+    snapshot.restore()
+    assert [float(value) for p in many for value in optimizer.state[p].values()] == before
+    assert len(optimizer.state) == len(many)
 
 
 def test_failure_of_the_training_goes_its_way_and_leaves_the_trainer_whole(
@@ -364,6 +487,96 @@ def test_failure_of_the_training_goes_its_way_and_leaves_the_trainer_whole(
         sweep(lambda: trainer, path=tmp_path / "run.jsonl")
     wrong.remove()
     assert condition(trainer) == before
+
+
+def test_interruption_between_the_calls_that_are_watched(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    trainer = make_trainer(rows=token_rows(LENGTHS))
+
+    def presses_ctrl_c(inputs: Any) -> int:
+        if (tmp_path / "run.jsonl").exists() and trainer.state.global_step == 3:
+            raise KeyboardInterrupt
+        return 0
+
+    trainer.floating_point_ops = presses_ctrl_c
+    before = condition(trainer)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(lambda: trainer, batch_sizes=[1, 2], path=tmp_path / "run.jsonl")
+    assert condition(trainer) == before
+    log = Log(tmp_path / "run.jsonl")
+    assert (log.end.status, log.end.reason) == ("interrupted", "KeyboardInterrupt")
+    assert len(log.steps) == 3
+
+
+class Overflows(SFTTrainer):  # type: ignore[misc]
+    """Its gradients overflow at the scale that a scaler begins with, as in fp16."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs) * (math.inf if self.accelerator.scaler.get_scale() > 1000 else 1)
+
+
+def test_no_step_is_skipped_for_its_gradients_in_fp16(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    """A trial whose steps are skipped has no optimizer state, and takes less memory than training does."""
+    trainer = make_trainer(rows=token_rows(LENGTHS), trainer_class=Overflows, optim="adamw_torch")
+    scaler = trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
+    states: list[int] = []
+
+    class Looks(trials.Watch):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            super().on_step_end(args, state, control, **kwargs)
+            states.append(len(trainer.optimizer.state))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trials, "Watch", Looks)
+        sweep(lambda: trainer, batch_sizes=[1], steps=1, path=tmp_path / "run.jsonl")
+    assert states == [len(list(trainer.model.parameters()))] * 2
+    assert not any(s.skipped for s in Log(tmp_path / "run.jsonl").steps)
+    assert scaler.get_scale() == 65536.0
+
+
+class Weighted(SFTTrainer):  # type: ignore[misc]
+    """Its sampler counts on all rows of the training set."""
+
+    def _get_train_sampler(self, *args: Any) -> Any:
+        return WeightedRandomSampler([1.0] * len(LENGTHS), len(LENGTHS))
+
+
+class Fixed(SFTTrainer):  # type: ignore[misc]
+    """Its loader takes its batch size from nowhere."""
+
+    def get_train_dataloader(self) -> Any:
+        return DataLoader(self.train_dataset, batch_size=4, collate_fn=self.data_collator)
+
+
+def test_sampler_and_loader_of_the_users_own(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    trainer = make_trainer(rows=token_rows(LENGTHS), trainer_class=Weighted)
+    result = sweep(lambda: trainer, steps=1, max_batch=4, path=tmp_path / "run.jsonl")
+    assert [t.slots for t in result.trials] == [LONGEST, 2 * LONGEST, 4 * LONGEST]
+    fixed = make_trainer(rows=token_rows(LENGTHS), trainer_class=Fixed)
+    with pytest.raises(ValueError, match="Fixed loads batches of 4 rows where 1 were set: its get_train") as caught:
+        sweep(lambda: fixed, steps=1, path=tmp_path / "run.jsonl")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("rows", [[], iter(())])
+def test_nothing_to_train_on(rows: Any, make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    trainer.train_dataset = rows
+    with pytest.raises(ValueError, match="the training set has no rows"):
+        sweep(lambda: trainer)
+
+
+def test_several_gpus_in_one_process(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    trainer.args._n_gpu = 2  # as where nothing says which one to take: the batch is spread over both
+    with pytest.raises(ValueError, match="on one of the 2 GPUs: set CUDA_VISIBLE_DEVICES=0"):
+        sweep(lambda: trainer)
+
+
+def test_training_that_ends_without_a_step(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    trainer.get_train_dataloader = list
+    with pytest.raises(ValueError, match="ended before its first step at batch 1"):
+        sweep(lambda: trainer)
 
 
 def test_price_and_a_maker_that_takes_the_batch(make_trainer: MakeTrainer, tmp_path: Path) -> None:
@@ -520,6 +733,15 @@ def test_scripts_that_cannot_be_measured(verb: str, tmp_path: Path, capsys: pyte
     assert "script.py" in err.splitlines()[1]
     assert err.splitlines()[-1] == "ValueError: mine"
     assert "ft_insight" not in err
+    # an error in the training that the script catches is no script that never trains
+    code, err = run(
+        "from transformers import Trainer\n"
+        "class Mine(Trainer):\n    def __init__(self): pass\n"
+        "    def __getattr__(self, name): raise KeyError('broken')\n"
+        "try:\n    Mine().train()\nexcept Exception:\n    print('caught')\n"
+    )
+    assert code == 1
+    assert err.splitlines()[-1] == "KeyError: 'broken'"
     code, err = run("def f(:\n")
     assert code == 1
     assert "SyntaxError" in err

@@ -15,13 +15,11 @@ from typing import Any
 
 from ft_insight.catalog import Gpu, find_gpu
 from ft_insight.estimate.memory import CONTEXT_BYTES
-from ft_insight.estimate.plan.setup import METHODS, OPTIMIZERS, PlanError, Setup
+from ft_insight.estimate.plan.setup import METHODS, OPTIMIZERS, TILE_ROWS, PlanError, Setup
 
 __all__ = ["Fit", "Plan", "PlanError", "plan"]
 
 TRAINERS = ("sft", "trainer")
-TILE_ROWS = 4096
-"""From so many positions on, the buffers of TRL's fused head no longer grow with the batch."""
 
 
 @dataclass(frozen=True, slots=True)

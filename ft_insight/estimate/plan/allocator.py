@@ -63,7 +63,7 @@ class Allocator:
     def free(self, key: int) -> None:
         """Give back what ``key`` took: to the cache, not to the device."""
         block = self._held.pop(key)
-        small = block.size <= SMALL and self._is_small(block.segment)
+        small = self._is_small(block.segment)
         self.allocated -= block.size
         block.used = False
         for other in (block.before, block.after):

@@ -126,8 +126,6 @@ def sdpa(
 ) -> Tensor:
     """Stand in for ``torch.nn.functional.scaled_dot_product_attention`` on a GPU that has the fused kernels."""
     batch, heads, length, size = query.shape
-    if size > FLASH_MAX_HEAD and query.dtype != torch.float32 and attn_mask is None:
-        attn_mask = None  # the memory-efficient kernel takes any size
     bias = attn_mask
     if bias is not None:
         if bias.dtype == torch.bool:

@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from ft_insight.estimate.plan.setup import TILE_ROWS
+
 Loss = Callable[[Any, Tensor], tuple[Tensor, Any]]
 """From (model, token ids) to (loss, what the training loop holds on to beside it)."""
-
-TILE_ROWS = 4096
-"""Rows of the tile of logits in TRL's fused LM head (trl/kernels/chunked_logprob.py)."""
 
 
 def trainer_loss(model: Any, ids: Tensor) -> tuple[Tensor, Any]:

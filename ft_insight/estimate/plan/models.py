@@ -40,7 +40,7 @@ def find_config(model: str) -> tuple[Any, str]:
         return from_entry(entry), entry["source"]
     config = _from_cache(model)
     if config is None:
-        raise PlanError(f"unknown model {model[:80]!r}: {_near(model)}or give its config.json or its folder")
+        raise PlanError(f"unknown model {model[:80]!r}: {_near(model)}")
     return config, f"{model} in the hub's cache"
 
 
@@ -91,4 +91,5 @@ def _near(model: str) -> str:
     names = {_key(name): entry["name"] for entry in catalogue() for name in (entry["name"], *entry["aliases"])}
     hits = process.extract(_key(model), list(names), scorer=fuzz.ratio, score_cutoff=60.0, limit=6)
     near = list(dict.fromkeys(names[hit] for hit, _, _ in hits))[:3]
-    return f"did you mean {', '.join(near)}? " if near else ""
+    elsewhere = "give its config.json or its folder"
+    return f"did you mean {', '.join(near)}? or {elsewhere}" if near else elsewhere

@@ -14,6 +14,8 @@ OPTIMIZERS = (
     "paged_adamw_8bit",
     "sgd",
 )
+TILE_ROWS = 4096
+"""Rows of the tile of logits in TRL's fused LM head (trl/kernels/chunked_logprob.py): its buffers grow no further."""
 
 
 class PlanError(ValueError):
