@@ -26,6 +26,9 @@ def validate_text(path: Path, *, fast: bool = False) -> str:
     for found, why in (pairs.check(rows), _peaks(rows, fast=fast)):
         checks += found
         left_out += why
+    idle = sum(not any(row[name] for name in ("sweep_id", "pair_id", "peak_mem_gib")) for row in rows)
+    if idle:
+        left_out.append(f"{idle} rows left out: no sweep_id, no pair_id and no peak memory, so nothing to compare")
     if not checks:
         raise TableError(f"{path.name} holds nothing to check: no sweeps, no pairs, no peak memory")
     return report_text(path.name, len(rows), checks, left_out)

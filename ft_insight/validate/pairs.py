@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from ft_insight.estimate.buckets import FP32, OVERLAP, Buckets, split
 from ft_insight.estimate.transfer import TransferError, refusal
 from ft_insight.estimate.work import Work, work_of
 from ft_insight.validate.checked import Checked
+from ft_insight.validate.table import length_of, method_of, number, says_yes, seconds_of
+from ft_insight.words import clean
 
 METHOD = "cross-GPU"
 LEAST_SWEEP = 3
@@ -48,7 +50,11 @@ def check(rows: Sequence[Row]) -> tuple[list[Checked], list[str]]:
                 checks.append(found)
             else:
                 notes[found] = notes.get(found, 0) + 1
-    return checks, [f"{count} pairs left out: {why}" for why, count in notes.items()]
+    left_out = [f"{count} pairs left out: {why}" for why, count in notes.items()]
+    alone = [clean(name, 60) for name, group in groups.items() if len(group) == 1]
+    if alone:
+        left_out.append(f"{len(alone)} rows left out that are alone with their pair_id: {', '.join(alone)}")
+    return checks, left_out
 
 
 def _check_pair(source: Row, target: Row, rows: Sequence[Row]) -> Checked | str:
@@ -57,11 +63,13 @@ def _check_pair(source: Row, target: Row, rows: Sequence[Row]) -> Checked | str:
         here, there = find_gpu(source["gpu"]), find_gpu(target["gpu"])
     except UnknownGpuError as error:
         return str(error).split(":", maxsplit=1)[0]
-    measured, total = _number(target.get("step_time_s")), _number(source.get("step_time_s"))
+    measured, total = seconds_of(target), seconds_of(source)
     if not measured or not total:
         return "no step time"
-    if source.get("n_gpus") != target.get("n_gpus"):
+    if (source.get("n_gpus") or "1") != (target.get("n_gpus") or "1"):
         return "another number of GPUs"
+    if _differ(source, target, "batch_per_gpu", number) or _differ(source, target, "seq_len", length_of):
+        return "another batch or length"
     if here.name == there.name:
         return "the same GPU"
     why = refusal(here, there, source.get("precision"))
@@ -69,7 +77,7 @@ def _check_pair(source: Row, target: Row, rows: Sequence[Row]) -> Checked | str:
         return why.reason
     work = work_in(source)
     if work is None:
-        return "the size of the model is not stated"
+        return "the size of the model or the method is not stated"
     moved = buckets_in(source, rows, here, work, total).on(here, there)
     factor = math.exp(moved.spread)
     return Checked(
@@ -83,6 +91,12 @@ def _check_pair(source: Row, target: Row, rows: Sequence[Row]) -> Checked | str:
         low=moved.total_s / factor,
         high=moved.total_s * factor,
     )
+
+
+def _differ(one: Row, other: Row, name: str, read: Callable[[str], float | None]) -> bool:
+    """Tell whether both rows say what a column is, and not the same."""
+    values = [read(row.get(name, "")) for row in (one, other)]
+    return None not in values and values[0] != values[1]
 
 
 def _label(row: Row, here: Gpu, there: Gpu, moved: Buckets) -> str:
@@ -105,9 +119,9 @@ def _fixed_seconds(row: Row, rows: Sequence[Row], total_s: float) -> float | Non
 
     ``T^n = h^n + (c b)^n`` is linear in ``b^n``; errors count relative to the time.
     """
-    batch = _number(row.get("batch_per_gpu"))
+    batch = number(row.get("batch_per_gpu", ""))
     sweep = [
-        (_number(each.get("batch_per_gpu")), _number(each.get("step_time_s")))
+        (number(each.get("batch_per_gpu", "")), seconds_of(each))
         for each in rows
         if row.get("sweep_id") and each.get("sweep_id") == row["sweep_id"] and each.get("gpu") == row["gpu"]
     ]
@@ -123,33 +137,19 @@ def _fixed_seconds(row: Row, rows: Sequence[Row], total_s: float) -> float | Non
 
 
 def work_in(row: Row) -> Work | None:
-    """Return the work of a published row, as far as its columns tell it; None without the model's size."""
-    size = _number(row.get("params_b"))
-    if not size:
+    """Return the work of a published row, as far as its columns tell it; None without the model's size or method."""
+    size, method = number(row.get("params_b", "")), method_of(row["method"])
+    if not size or not method:
         return None
     dense = "dense" in row.get("notes", "")
     active = None if dense else ACTIVE_B.get(row["model"].lower())
-    batch, length = _number(row.get("batch_per_gpu")), _first_number(row.get("seq_len", ""))
-    method = row["method"].lower()
+    batch, length = number(row.get("batch_per_gpu", "")), length_of(row.get("seq_len", ""))
     return work_of(
         parameters=size * 1e9,
         active=None if active is None else active * 1e9,
-        method="qlora" if method.startswith("q") else "full" if method.startswith("full") else "lora",
-        recomputed=row.get("grad_ckpt") == "yes",
+        method=method,
+        recomputed=says_yes(row.get("grad_ckpt", "")),
         slots=batch * length if batch and length else None,
         layers=next(layers for most, layers in LAYERS if size <= most),
         experts=8 if row["model"].lower() in ACTIVE_B else None,
     )
-
-
-def _number(text: str | None) -> float | None:
-    try:
-        return float(text) if text else None
-    except ValueError:
-        return None
-
-
-def _first_number(text: str) -> float | None:
-    """Return the length that ``174(median)`` or ``<=512`` begins with; None where it begins with a word."""
-    found = re.match(r"(?:<=)?\s*(\d+)", text)
-    return float(found.group(1)) if found else None

@@ -6,13 +6,15 @@ Each source is traced as its own training loop goes, and compared with the figur
   every ten steps, just before the longest micro-batch of each bucket; the figure is ``max_memory_reserved()``. Rows are
   cut at 1,300 characters; of dense LaTeX, Llama 3's tokenizer makes a token of 1.95 characters (measured), which with
   the template's 15 gives a longest row of 682 tokens, below the limit of 768.
-- LitGPT's resource tables (October 2023): its own decoder, bitsandbytes 0.41, gradients accumulated, the longest row
-  first; the figure is ``max_memory_allocated() / 1e9``, decimal gigabytes. Its scripts can take the head and the loss
-  in chunks; its peaks grow as with whole logits (four copies in their own dtype, not two), so they are traced whole.
+- LitGPT's resource tables (October 2023): its own decoder (transformers' where all is trained), bitsandbytes 0.41,
+  gradients accumulated, the longest row first, as long as Alpaca's or the limit that the table gives; the figure is
+  ``max_memory_allocated() / 1e9``, decimal gigabytes. Its scripts can take the head and the loss in chunks; its peaks
+  grow as with whole logits (four copies in their own dtype, not two), so they are traced whole.
 - ljm565/universal-llm-trainer: transformers with checkpointing, a cross entropy on bf16 logits, in QLoRA fp32 for all
   that is not 4-bit; the figure is ``memory_reserved() / 1e9``, decimal too (its "model memory" is parameters times
   2 / 1e9), and what a card has is the limit of it.
-- Any other source with a model, a batch and a length is taken to be a Trainer's ``max_memory_reserved()``.
+- Any other source with a model, a batch and a length is taken to be a Trainer's ``max_memory_reserved()``, its rows
+  filled to that length.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 from ft_insight.catalog import UnknownGpuError, find_gpu
 from ft_insight.validate.checked import Checked
+from ft_insight.validate.table import count, length_of, method_of, number, says_yes
+from ft_insight.words import clean
 
 if TYPE_CHECKING:
     from ft_insight.estimate.plan.setup import Setup
@@ -60,30 +64,42 @@ def check(rows: list[Row]) -> tuple[list[Checked], list[str]]:
 
     Slow: about ten seconds for each different run among the rows.
     """
+    from ft_insight.estimate.plan.setup import PlanError
+
     checked: list[Checked] = []
-    refused: list[str] = []
+    refused: dict[str, int] = {}
     for row in rows:
         if not row.get("peak_mem_gib"):
             continue
         try:
             checked.append(_checked(row))
-        except ValueError as error:
-            refused.append(f"{row['source'].split(' ')[0]} {row['model']} {row['method']}, {row['gpu']}: {error}")
-    return checked, refused
+        except (CannotPlanError, PlanError) as error:
+            why = str(error)
+        except (ValueError, ArithmeticError, RuntimeError, LookupError, TypeError) as error:  # what torch makes of it
+            why = f"its step cannot be traced: {clean(' '.join(str(error).split()), 120)}"
+        else:
+            continue
+        line = f"{row['source'].split(' ')[0]} {row['model']} {row['method']}, {row['gpu']}: {why}"
+        refused[line] = refused.get(line, 0) + 1
+    return checked, [line if times == 1 else f"{line} ({times} rows)" for line, times in refused.items()]
 
 
 def _checked(row: Row) -> Checked:
     from ft_insight.estimate.plan.fit import ERROR, ERROR_RUNS
 
+    measured, batch = number(row["peak_mem_gib"]), count(row["batch_per_gpu"])
+    if measured is None:
+        raise CannotPlanError(f"its peak of memory is no number above 0: {clean(row['peak_mem_gib'], 40)}")
+    if batch is None:
+        raise CannotPlanError("the batch is not told")
     recipe = recipe_of(row)
-    batch = int(row["batch_per_gpu"])
     predicted = predict(recipe, batch, row) / GIB
     return Checked(
         method="peak memory",
         source=row["source"].split("/results/")[0],
         gpu=row["gpu"],
         label=f"{row['model']} {row['method']} batch {batch} x {recipe.length}",
-        measured=float(row["peak_mem_gib"]) * recipe.unit_bytes / GIB,
+        measured=measured * recipe.unit_bytes / GIB,
         predicted=predicted,
         unit="GiB",
         low=predicted * (1 - ERROR) if ERROR_RUNS else None,
@@ -93,7 +109,7 @@ def _checked(row: Row) -> Checked:
 
 def recipe_of(row: Row) -> Recipe:
     """Return how a row was trained. Raises `CannotPlanError`."""
-    if row.get("n_gpus", "1") not in ("", "1"):
+    if number(row.get("n_gpus", "")) not in (None, 1.0):
         raise CannotPlanError("several GPUs: sharding is not planned")
     for part, recipe in SOURCES:
         if part in row["source"]:
@@ -152,16 +168,29 @@ def _traced(model: str, setup: Setup, batch: int, length: int) -> Traced:
 def _known_model(name: str) -> str:
     from ft_insight.estimate.plan.models import find_config
 
-    words = re.sub(r"\([^)]*\)", "", name).lower()
-    words = re.sub(r"(\d)\s+b\b", r"\1b", words.strip())
-    words = re.sub(r"phi3", "phi-3", re.sub(r"\s+", "-", words.strip()))
-    if words.startswith("phi-1.5"):
-        words = "phi-1.5"
-    try:
-        find_config(words)
-    except ValueError:
-        raise CannotPlanError(f"the architecture of {name} is not in the catalogue") from None
-    return words
+    for each in _spellings(name):
+        try:
+            find_config(each)
+        except ValueError:
+            continue
+        return each
+    raise CannotPlanError(f"the architecture of {clean(name, 60) or 'a model without a name'} is not in the catalogue")
+
+
+def _spellings(name: str) -> list[str]:
+    """Return what a model may be called in the catalogue: ``Llama2 7B Chat`` is ``llama-2-7b``.
+
+    Only letters, digits, points and dashes are kept, so that no cell is taken for a path.
+    """
+    words = re.sub(r"\([^)]*\)", "", name).lower().rsplit("/", 1)[-1]
+    words = re.sub(r"(\d)\s+([bm])\b", r"\1\2", words.strip())
+    words = re.sub(r"[^a-z0-9.]+", "-", words).strip("-.")
+    words = re.sub(r"^meta-", "", words)
+    words = re.sub(r"^(llama|phi|gemma|smollm|pythia|mistral)(?=\d)", r"\1-", words).replace("smollm-2", "smollm2")
+    words = re.sub(r"^qwen-(?=\d\.|3)", "qwen", words)
+    bare = re.sub(r"-(?:hf|chat|instruct|it|base|v0\.1|v1\.0|4k|1t|3t)(?=-|$)", "", words)
+    sized = re.sub(r"-\d+(?:\.\d+)?[bm]$", "", bare)  # phi-1.5 1.3 B
+    return [each for each in dict.fromkeys((words, bare, sized)) if each]
 
 
 def _metamath(row: Row) -> Recipe:
@@ -190,14 +219,16 @@ def _litgpt(row: Row) -> Recipe:
     from ft_insight.estimate.plan.setup import Setup
 
     method = row["method"]
-    if not re.match(r"Q?LoRA", method):
+    if not re.match(r"(?i)q?lora|full", method):
         raise CannotPlanError(f"{method}: plans are for full fine-tuning, LoRA and QLoRA")
     model = _known_model(row["model"])
-    if model not in ALPACA_LENGTH:
+    length = _whole(length_of(row.get("seq_len", ""))) or ALPACA_LENGTH.get(model)  # rows cut at it, else whole ones
+    if length is None:
         raise CannotPlanError(f"the longest row of Alpaca under the tokenizer of {row['model']} is not told")
+    rank = re.search(r"rank (\d+)", row.get("notes", ""))
     setup = Setup(
-        method="qlora" if method.startswith("Q") else "lora",
-        rank=8,
+        method=method_of(method) or "lora",
+        rank=int(rank.group(1)) if rank else 8,
         dropout=0.05,
         autocast=False,
         checkpointing=False,
@@ -208,9 +239,9 @@ def _litgpt(row: Row) -> Recipe:
         double_quant=method.endswith("-dq)"),
         keeps_outputs=True,
         old_bitsandbytes=True,
-        model_code="litgpt",
+        model_code="transformers" if method.lower().startswith("full") else "litgpt",
     )
-    return Recipe(model, setup, ALPACA_LENGTH[model], unit_bytes=1e9, reserved=False)
+    return Recipe(model, setup, length, unit_bytes=1e9, reserved=False)
 
 
 def _ljm(row: Row) -> Recipe:
@@ -235,26 +266,38 @@ def _ljm(row: Row) -> Recipe:
         padded=False,
         attention="sdpa",
     )
-    return Recipe(model, setup, int(row["seq_len"]), unit_bytes=1e9)
+    return Recipe(model, setup, _stated_length(row), unit_bytes=1e9)
 
 
 def _other(row: Row) -> Recipe:
     from ft_insight.estimate.plan.setup import Setup
 
-    method = row["method"].lower().split(" ")[0]
-    if method not in ("full", "lora", "qlora"):
+    kind = re.match(r"(?i)(q-?lora|lora|full)\b(.*)", row["method"])
+    if kind is None or re.search(r"(?i)emb|head|gptq|8-?bit|int8", kind.group(2)):
         raise CannotPlanError(f"{row['method']}: plans are for full fine-tuning, LoRA and QLoRA")
-    if not row.get("seq_len", "").isdigit() or not row.get("batch_per_gpu", "").isdigit():
-        raise CannotPlanError("the batch or the length of the rows is not told")
+    mixed = re.search(r"(?i)mixed|amp|autocast", row["precision"])
+    whole = mixed or re.search(r"(?i)fp32|float32|tf32|32-true", row["precision"])
     setup = Setup(
-        method=method,
-        autocast=False,
-        checkpointing=row["grad_ckpt"] == "yes",
+        method=method_of(kind.group(1)) or "lora",
+        dtype="float32" if whole else "bfloat16",
+        autocast=bool(mixed),
+        checkpointing=says_yes(row["grad_ckpt"]),
         optimizer="adamw_torch",
         loss="trainer",
         padded=False,
     )
-    return Recipe(_known_model(row["model"]), setup, int(row["seq_len"]))
+    return Recipe(_known_model(row["model"]), setup, _stated_length(row))
+
+
+def _stated_length(row: Row) -> int:
+    length = _whole(number(row.get("seq_len", "")))
+    if length is None:
+        raise CannotPlanError("the length of the rows is not told")
+    return length
+
+
+def _whole(length: float | None) -> int | None:
+    return None if length is None else int(length)
 
 
 SOURCES: tuple[tuple[str, Callable[[Row], Recipe]], ...] = (

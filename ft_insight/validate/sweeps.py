@@ -8,7 +8,7 @@ from ft_insight.estimate.joint import fit_joint
 from ft_insight.estimate.models import Point
 from ft_insight.estimate.step_time import NotIdentifiable
 from ft_insight.validate.checked import Checked
-from ft_insight.validate.table import number
+from ft_insight.validate.table import number, seconds_of
 
 BY_BATCH = "leave-one-out"
 BY_TOKENS = "leave-one-out, tokens"
@@ -24,6 +24,8 @@ class _Sweep:
     rows: list[Row]
     points: list[Point]
     method: str
+    untold: int
+    """Rows that do not say enough to be a point."""
 
 
 def check(rows: list[Row]) -> tuple[list[Checked], list[str]]:
@@ -38,8 +40,9 @@ def check(rows: list[Row]) -> tuple[list[Checked], list[str]]:
     small: list[str] = []
     for group in groups.values():
         for sweep in _sweeps(group):
-            sizes = len({point.work for point in sweep.points})
-            if sizes < LEAST_SIZES:
+            if sweep.untold:
+                left_out.append(f"{sweep.name}: {sweep.untold} rows left out: no batch, or no time of a step")
+            if len({point.work for point in sweep.points}) < LEAST_SIZES:
                 small.append(sweep.name)
                 continue
             checks += _left_out_in_turn(sweep, left_out)
@@ -61,35 +64,23 @@ def _sweeps(rows: list[Row]) -> list[_Sweep]:
 def _series(name: str, rows: list[Row], method: str) -> _Sweep:
     kept, points = [], []
     for row in rows:
-        batch, length, seconds = number(row["batch_per_gpu"]), number(row["seq_len"]), _seconds(row)
+        batch, length, seconds = number(row["batch_per_gpu"]), number(row["seq_len"]), seconds_of(row)
         if batch is None or seconds is None:
             continue
         by_tokens = method == BY_TOKENS and length is not None
         work = batch * length if by_tokens and length is not None else batch
         kept.append(row)
         points.append(Point(work, seconds, length=length if by_tokens else None))
-    return _Sweep(name, kept, points, method)
-
-
-def _seconds(row: Row) -> float | None:
-    """Seconds of a micro-batch: as measured, else from the throughput of all GPUs."""
-    seconds = number(row["step_time_s"])
-    if seconds is not None:
-        return seconds
-    rate, batch, length = (number(row[name]) for name in ("throughput", "batch_per_gpu", "seq_len"))
-    if rate is None or batch is None:
-        return None
-    queries = batch * (number(row["n_gpus"]) or 1.0)
-    if row["unit"].startswith("tokens/s"):
-        return queries * length / rate if length is not None else None
-    return queries / rate if row["unit"] in ("queries/s", "samples/s") else None
+    return _Sweep(name, kept, points, method, len(rows) - len(kept))
 
 
 def _left_out_in_turn(sweep: _Sweep, left_out: list[str]) -> list[Checked]:
+    """Predict each point from those of other sizes: one measured again would give itself away."""
     checks = []
-    for index, (row, point) in enumerate(zip(sweep.rows, sweep.points, strict=True)):
-        model = fit_joint([*sweep.points[:index], *sweep.points[index + 1 :]])
+    for row, point in zip(sweep.rows, sweep.points, strict=True):
+        others = [each for each in sweep.points if (each.work, each.length) != (point.work, point.length)]
         try:
+            model = fit_joint(others)
             if isinstance(model, NotIdentifiable):
                 raise ValueError(model.reason)
             middle, low, high = model.predict(point.work, length=point.length)

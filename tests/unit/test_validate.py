@@ -7,13 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from ft_insight import validate
 from ft_insight.cli import main
 from ft_insight.validate import sweeps
 from ft_insight.validate.checked import Checked
 from ft_insight.validate.summary import report_text
-from ft_insight.validate.table import COLUMNS, TableError, number, read_table
+from ft_insight.validate.table import (
+    COLUMNS,
+    TableError,
+    length_of,
+    method_of,
+    number,
+    read_table,
+    says_yes,
+    seconds_of,
+)
 
 PUBLISHED = Path(__file__).resolve().parents[2].parent / "shared" / "field" / "validation.csv"
 
@@ -149,6 +160,130 @@ def test_cells() -> None:
         3.5,
         *[None] * 5,
     )
+
+
+@pytest.mark.parametrize(
+    ("cell", "value"),
+    [
+        ("1,024", 1024.0),
+        ("12,345.5", 12345.5),
+        ("~5", 5.0),
+        ("0,512", None),
+        ("1,02", None),
+        ("12%", None),
+        ("3 s", None),
+    ],
+)
+def test_cells_as_people_write_them(cell: str, value: float | None) -> None:
+    assert number(cell) == value
+
+
+@pytest.mark.parametrize(
+    ("cell", "length"),
+    [
+        ("512", 512.0),
+        (" 8192 ", 8192.0),
+        ("1,024", 1024.0),
+        ("174(median)", 174.0),
+        ("79 (mean)", 79.0),
+        ("<=768 (mean ~210)", 210.0),
+        ("average 1,300, cut at 2048", 1300.0),
+        ("<=512", None),
+        ("512-1024", None),
+        ("512 to 1024", None),
+        ("4k", None),
+        ("alpaca (max 1034-1304)", None),
+        ("about five hundred", None),
+        ("", None),
+    ],
+)
+def test_lengths(cell: str, length: float | None) -> None:
+    assert length_of(cell) == length
+
+
+def test_methods_and_affirmations() -> None:
+    said = {
+        "full": ("Full", "full-finetuning:lr_0.00001", "FFT", "SFT (all weights)", "pre-training"),
+        "qlora": ("QLoRA", "QLoRA (HF)", "QAdapter(bnb.nf4-dq)", "LoRA 4-bit", "q-lora", "LoRA (gptq)"),
+        "lora": ("LoRA", "lora:rank32-dora", "prefixtuning:lr_0.001", "IA3"),
+    }
+    for method, cells in said.items():
+        assert {cell: method_of(cell) for cell in cells} == dict.fromkeys(cells, method)
+    assert method_of("") is None
+    assert [says_yes(cell) for cell in ("yes", "True", "1", "no", "", "False")] == [True] * 3 + [False] * 3
+
+
+def test_seconds_from_what_is_stated() -> None:
+    # 4 rows of 256 on each of 2 GPUs: 8 rows, 2048 tokens a step
+    said = {"batch_per_gpu": 4, "seq_len": 256, "n_gpus": 2}
+    assert seconds_of(row(**said, throughput="1,024", unit="Tokens/s (non-pad)")) == 2.0
+    assert seconds_of(row(**said, throughput=4, unit="Sequences/sec")) == 2.0
+    assert seconds_of(row(**said, throughput=4, unit="samples/s", step_time_s=3)) == 3.0
+    assert seconds_of(row(**said, throughput=4, unit="")) is None
+    assert seconds_of(row(**said, throughput=4, unit="minutes")) is None
+    assert seconds_of(row(throughput=4, unit="samples/s")) is None
+
+
+def test_a_size_measured_twice_does_not_give_itself_away() -> None:
+    """Both rows of batch 4 are off by half: each is predicted from the other sizes, so both errors are a third."""
+    rows = sweep()
+    rows.append(dict(rows[3]))
+    for each in (rows[3], rows[-1]):
+        each["step_time_s"] = f"{0.5 * 1.5}"
+    checks, _ = sweeps.check(rows)
+    assert [check.error for check in checks if check.label == "s: batch 4"] == pytest.approx(
+        [1 / 1.5 - 1] * 2, abs=0.02
+    )
+
+
+def test_rows_of_a_sweep_without_a_time_are_named() -> None:
+    rows = sweep()
+    rows[2]["step_time_s"], rows[5]["batch_per_gpu"] = "12%", ""
+    checks, left_out = sweeps.check(rows)
+    assert len(checks) == 6
+    assert left_out == ["s: 2 rows left out: no batch, or no time of a step"]
+
+
+def test_rows_with_nothing_to_compare_are_counted(tmp_path: Path) -> None:
+    text = validate.validate_text(table(tmp_path / "x.csv", [*sweep(), row(notes="x"), row(throughput=3)]))
+    assert "2 rows left out: no sweep_id, no pair_id and no peak memory" in text
+
+
+CELLS = st.sampled_from(
+    [
+        "",
+        "0",
+        "-1",
+        "nan",
+        "inf",
+        "1e400",
+        "1,024",
+        "12%",
+        "~5",
+        "3.5 s",
+        "<=512",
+        "N/A",
+        "1e-300",
+        "yes",
+        "8x",
+        "\x1b[2J",
+    ]
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cells=st.dictionaries(st.tuples(st.integers(0, 7), st.sampled_from(COLUMNS)), CELLS, max_size=30))
+def test_odd_cells_never_end_in_a_traceback(cells: dict[tuple[int, str], str], tmp_path: Path) -> None:
+    rows = sweep(5, model="m", params_b=7, method="LoRA", grad_ckpt="no")
+    rows += [{**rows[i], "sweep_id": "", "pair_id": "p", "gpu": gpu} for i, gpu in enumerate(("A40", "h100", "L40S"))]
+    for (index, name), cell in cells.items():
+        rows[index][name] = cell
+    try:
+        text = validate.validate_text(table(tmp_path / "x.csv", rows), fast=True)
+    except TableError as error:
+        text = f"{error}"
+    assert "\x1b" not in text
+    assert "none of which has seen itself" in text or "\n" not in text
 
 
 def test_short_rows_are_read(tmp_path: Path) -> None:
