@@ -94,7 +94,7 @@ class MemoryTally:
         """Take in a step's micro-batches."""
         self._steps += 1
         slots = [m.slots for m in step.micro if m.slots is not None]
-        self._fits = max((self._fits, *slots))
+        self._fits = max(self._fits, max(slots, default=0))
         memory = step.memory
         if memory is None:
             return

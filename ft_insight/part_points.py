@@ -67,5 +67,5 @@ class PartTally:
 
 def _slots(step: r.Step) -> int | None:
     """Slots of all micro-batches; None unless each is known."""
-    slots = [m.slots for m in step.micro if m.slots]
-    return sum(slots) if slots and len(slots) == len(step.micro) else None
+    slots = [m.slots for m in step.micro]
+    return sum(slots) if slots and all(slots) else None  # type: ignore[arg-type]

@@ -54,7 +54,7 @@ class RunReader:
             self._logs[file] = (follower, state)
         for record in poll.records:
             state.fold(record)
-        return bool(poll.records) or poll.restarted or poll.more
+        return poll.news or poll.restarted or poll.more
 
     def view(self) -> RunView:
         """Return what is known now, all ranks merged."""

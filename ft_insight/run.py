@@ -133,8 +133,7 @@ class RunState:
             return
         self._warm.add_work(step, work)
         self._parts.add_step(step)
-        for micro in step.micro:
-            self._micro.add(micro)
+        self._micro.add_all(step.micro)
         compute = [m.compute_s for m in step.micro if m.compute_s is not None]
         if len(compute) == len(step.micro) and compute:
             self._rest.add(step.wall_s - sum(compute))
@@ -148,8 +147,8 @@ class RunState:
         """Take in a sweep's step at another batch than the job's: all rates and shares are of the job's own."""
         self._note_outside({OTHER_BATCHES: step.wall_s})
         self._note_memory(step)
-        for micro in () if step.profiled else step.micro:
-            self._micro.add(micro)
+        if not step.profiled:
+            self._micro.add_all(step.micro)
 
     def _on_tried(self, tried: r.Tried) -> None:
         self._filling.add_trial(tried)

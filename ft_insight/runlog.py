@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, get_args
@@ -179,7 +179,10 @@ def _printable(value: Any) -> Any:
 class Poll:
     """What one look at a log brought."""
 
-    records: tuple[Record, ...] = ()
+    records: Iterable[Record] = ()
+    """Decoded one by one as they are taken, before the next look: so a long log needs the memory of one record."""
+    news: bool = False
+    """There are whole lines that are new."""
     restarted: bool = False
     """The file was truncated or replaced: forget what came before."""
     more: bool = False
@@ -244,9 +247,9 @@ class Follower:
                 raise RunLogError(f"{self.path} is not an ft-insight run log: a line is over 64 MiB long")
         if not self._first_bytes and end:
             self._first_bytes = data[: min(end, 512)]
-        found = tuple(self._decode(data[:end]))
         self._offset += end
-        return Poll(found, restarted, more=bool(end) and self._offset < stat.st_size)
+        found = self._decode(data[:end]) if end else ()
+        return Poll(found, bool(end), restarted, more=bool(end) and self._offset < stat.st_size)
 
     def _was_replaced(self, file: BinaryIO, stat: os.stat_result) -> bool:
         if self._inode is None:

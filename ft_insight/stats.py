@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -62,24 +63,21 @@ class RowCurves:
         self._names = names
         self._limit = limit + limit % 2
         self._stride = 1
+        self._values = attrgetter(*names)
         self._points: list[tuple[float, Sequence[float | None]]] = []
-        self._pending: list[tuple[float, object]] = []
+        self._pending: list[tuple[float, Sequence[float | None]]] = []
 
     def add(self, x: float, row: object) -> None:
         """Add a point to every curve."""
-        self._pending.append((x, row))
+        self._pending.append((x, self._values(row)))
         if len(self._pending) < self._stride:
             return
-        self._points.append(self._mean_row())
+        self._points.append(_mean_row(self._pending))
         self._pending.clear()
         if len(self._points) >= self._limit:
             pairs = zip(self._points[::2], self._points[1::2], strict=True)
-            self._points = [(x, [_mean(pair) for pair in zip(a, b, strict=True)]) for (_, a), (x, b) in pairs]
+            self._points = [_mean_row(pair) for pair in pairs]
             self._stride *= 2
-
-    def _mean_row(self) -> tuple[float, Sequence[float | None]]:
-        rows = [row for _, row in self._pending]
-        return self._pending[-1][0], [_mean([getattr(row, name) for row in rows]) for name in self._names]
 
     def cut_after(self, x: float) -> None:
         """Forget all points beyond ``x``."""
@@ -88,7 +86,7 @@ class RowCurves:
 
     def curves(self) -> dict[str, tuple[tuple[float, float], ...]]:
         """Return the points by name, oldest first; what was never known is left out."""
-        points = [*self._points, self._mean_row()] if self._pending else self._points
+        points = [*self._points, _mean_row(self._pending)] if self._pending else self._points
         columns = {
             name: tuple((x, y) for x, ys in points if (y := ys[i]) is not None) for i, name in enumerate(self._names)
         }
@@ -115,6 +113,14 @@ class EvenSample(Generic[T]):
         if self.wants():
             self.take(item)
 
+    def add_all(self, items: Sequence[T]) -> None:
+        """Offer several items."""
+        if self._seen + len(items) < self._next:  # none of them is to be taken, as of most in a long stream
+            self._seen += len(items)
+            return
+        for item in items:
+            self.add(item)
+
     def wants(self) -> bool:
         """Offer one item that is yet to be made: True if it is to be taken."""
         self._seen += 1
@@ -127,7 +133,7 @@ class EvenSample(Generic[T]):
             if len(self._items) < self._limit:
                 return
         else:
-            self._items[self._random.randrange(self._limit)] = item
+            self._items[int(self._random.random() * self._limit)] = item
         self._weight = max(self._weight * (1 - self._random.random()) ** (1 / self._limit), 1e-300)
         passed = math.log(1 - self._random.random()) / math.log1p(-self._weight) if self._weight < 1 else 0.0
         self._next = self._seen + int(passed) + 1
@@ -140,6 +146,11 @@ class EvenSample(Generic[T]):
 def _mean_point(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     # The last x keeps curves ending at the latest step; the mean y keeps their area.
     return points[-1][0], sum([y for _, y in points]) / len(points)
+
+
+def _mean_row(rows: Sequence[tuple[float, Sequence[float | None]]]) -> tuple[float, Sequence[float | None]]:
+    """Return the last x, and the mean of each column over the rows that know it."""
+    return rows[-1][0], [_mean(column) for column in zip(*[row for _, row in rows], strict=True)]
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

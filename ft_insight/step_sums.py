@@ -26,12 +26,19 @@ def _plus(one: Work, other: Work) -> Work:
 
 def work_of(step: r.Step) -> Work:
     """Sum a step's micro-batches. It runs for every step of a log, so it is written for speed."""
-    if not step.micro:
-        return None, None, None, None
-    work: Work = (0, 0, 0, 0)
-    for m in step.micro:
-        work = _plus(work, (m.queries, m.slots, m.real_tokens, m.loss_tokens))
-    return work
+    queries = slots = real = loss = 0
+    try:
+        for m in step.micro:
+            queries += m.queries  # type: ignore[operator]
+            slots += m.slots  # type: ignore[operator]
+            real += m.real_tokens  # type: ignore[operator]
+            loss += m.loss_tokens  # type: ignore[operator]
+    except TypeError:  # one is not known, which is rare
+        work: Work = (0, 0, 0, 0)
+        for m in step.micro:
+            work = _plus(work, (m.queries, m.slots, m.real_tokens, m.loss_tokens))
+        return work
+    return (queries, slots, real, loss) if step.micro else (None, None, None, None)
 
 
 class StepSums:

@@ -27,6 +27,8 @@ USABLE_GIB_PER_MARKETING_GB: Final = 0.91
 _GIB: Final = 1024**3
 _DATA: Final = Path(__file__).with_name("gpus.toml")
 _SEPARATORS: Final = re.compile(r"[\s\-_()]+")
+_ONE_OF: Final = re.compile(r"^\s*1\s*x\s+|^\s*1x(?=[a-z])")
+_GIGABYTES: Final = re.compile(r"(16|24|32|40|48|80|94|96)g(?=$|[^b])")  # not that of the A10G
 _VENDOR_WORDS: Final = re.compile(r"(?:nvidia|amd|instinct|geforce|tesla)(?=.)")
 # Reported over marketing memory (GiB per GB): 0.91 with ECC on GDDR6 up to 1.0 on HBM seen by NVML. Outside
 # this the device is a slice or another variant than its name says.
@@ -188,8 +190,12 @@ def _memory_fits(gpu: Gpu, memory_bytes: int) -> bool:
 
 
 def _key(name: str) -> str:
-    """Reduce a name to what tells GPUs apart; vendor words go from the front only, never leaving nothing."""
-    key = _SEPARATORS.sub("", name.casefold())
+    """Reduce a name to what tells GPUs apart; vendor words go from the front only, never leaving nothing.
+
+    ``1x`` before a name, as cloud instances are called, says nothing of the card; ``80g`` is ``80gb``.
+    """
+    key = _SEPARATORS.sub("", _ONE_OF.sub("", name.casefold()))
+    key = _GIGABYTES.sub(r"\1gb", key)
     while match := _VENDOR_WORDS.match(key):
         key = key[match.end() :]
     return key

@@ -18,7 +18,7 @@ from ft_insight.estimate.workload import Workload
 Triple = tuple[float, float, float]
 NO_STEPS = "the run finished fewer than two steps"
 NO_QUERIES = "the batches do not tell how many queries they hold"
-ATTENTION_WEIGHTS = (0.5, 1.0, 2.0)
+ATTENTION_WEIGHTS = (0.5, 0.75, 1.5)
 """Of attention's FLOPs: kernels that skip what is masked do half of them, and all reach less of a peak than matmuls."""
 NEAR = 1.15
 """A batch of less than so many times the slots, or more than one over it, is of the size that a run knows."""

@@ -14,7 +14,7 @@ Each source is traced as its own training loop goes, and compared with the figur
   that is not 4-bit; the figure is ``memory_reserved() / 1e9``, decimal too (its "model memory" is parameters times
   2 / 1e9), and what a card has is the limit of it.
 - Any other source with a model, a batch and a length is taken to be a Trainer's ``max_memory_reserved()``, its rows
-  filled to that length.
+  filled to that length. How far off that is depends on its loop, which is not known: there is no interval.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class Recipe:
     reserved: bool = True
     emptied: bool = False
     """The cache is emptied before the step that sets the peak."""
+    known: bool = True
+    """The training loop is: what else it keeps, nobody can say, and so not how far off a plan may be."""
 
 
 def check(rows: list[Row]) -> tuple[list[Checked], list[str]]:
@@ -102,8 +104,8 @@ def _checked(row: Row) -> Checked:
         measured=measured * recipe.unit_bytes / GIB,
         predicted=predicted,
         unit="GiB",
-        low=predicted * (1 - ERROR) if ERROR_RUNS else None,
-        high=predicted * (1 + ERROR) if ERROR_RUNS else None,
+        low=predicted * (1 - ERROR) if ERROR_RUNS and recipe.known else None,
+        high=predicted * (1 + ERROR) if ERROR_RUNS and recipe.known else None,
     )
 
 
@@ -286,7 +288,7 @@ def _other(row: Row) -> Recipe:
         loss="trainer",
         padded=False,
     )
-    return Recipe(_known_model(row["model"]), setup, _stated_length(row))
+    return Recipe(_known_model(row["model"]), setup, _stated_length(row), known=False)
 
 
 def _stated_length(row: Row) -> int:

@@ -32,7 +32,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def drain(follower: Follower, limit: int = 4 << 20) -> list[r.Record]:
     found: list[r.Record] = []
-    while (poll := follower.poll(limit)).records or poll.more:
+    while (poll := follower.poll(limit)).news or poll.more:
         found += poll.records
     return found
 
@@ -247,7 +247,7 @@ def test_a_truncated_file_starts_anew(tmp_path: Path) -> None:
     log(path, [header(run_id="again")])
     poll = follower.poll()
     assert poll.restarted
-    assert poll.records == (header(run_id="again"),)
+    assert tuple(poll.records) == (header(run_id="again"),)
 
 
 def test_a_replaced_file_starts_anew(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_a_replaced_file_starts_anew(tmp_path: Path) -> None:
     os.replace(log(tmp_path / "new", [header(), *steps(9)]), path)
     poll = follower.poll()
     assert poll.restarted
-    assert len(poll.records) == 10
+    assert len(tuple(poll.records)) == 10
 
 
 @pytest.mark.parametrize("more", [0, 7])
@@ -270,7 +270,7 @@ def test_a_file_rewritten_in_place_starts_anew(tmp_path: Path, more: int) -> Non
     assert path.stat().st_ino == inode
     poll = follower.poll()
     assert poll.restarted
-    assert len(poll.records) == 3 + more
+    assert len(tuple(poll.records)) == 3 + more
 
 
 def test_a_restart_is_told_also_when_its_first_line_is_longer_than_a_poll(tmp_path: Path) -> None:
@@ -379,12 +379,13 @@ def test_a_long_log_is_read_in_bounded_memory(tmp_path: Path) -> None:
     try:
         while (poll := follower.poll()).more:
             polls += 1
-            most = max(most, len(poll.records))
-            count += len(poll.records)
+            found = sum(1 for _ in poll.records)
+            most = max(most, found)
+            count += found
             if polls == 5:  # tracing is slow: five polls show what one holds
                 peak = tracemalloc.get_traced_memory()[1]
                 tracemalloc.stop()
-        count += len(poll.records)
+        count += sum(1 for _ in poll.records)
     finally:
         tracemalloc.stop()
         path.unlink()

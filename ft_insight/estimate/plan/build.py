@@ -69,6 +69,8 @@ def build(config: Any, setup: Setup) -> Any:
 
 
 def _litgpt(config: Any, setup: Setup, dtype: torch.dtype) -> nn.Module:
+    if setup.method == "full":
+        raise PlanError("LitGPT's decoder is known here with adapters alone")
     if config.model_type not in LitGpt.families:
         raise PlanError(f"LitGPT's {config.model_type} is not known here")
     with torch.device("meta"):
