@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from ft_insight.records import Experts
 
 
-@dataclass(frozen=True, slots=True)
-class LayerLoad:
+class LayerLoad(msgspec.Struct, frozen=True):
     """Tokens per expert of one MoE layer since the start of the segment."""
 
     layer: str
@@ -60,8 +60,7 @@ class LayerLoad:
         return tuple(e for e, count in enumerate(self.counts) if count == 0) if self.tokens else ()
 
 
-@dataclass(frozen=True, slots=True)
-class ModelLoad:
+class ModelLoad(msgspec.Struct, frozen=True):
     """Load of all MoE layers together, as the paper looks at it.
 
     ``means[e]`` is tokens per query that expert ``e`` got, mean over layers. The paper's variance is taken over these
@@ -107,8 +106,7 @@ EDGE = 0.05
 """Share of a run's steps that its start, or its end, is taken to be where experts' load is compared."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadChange:
+class LoadChange(msgspec.Struct, frozen=True):
     """Load at the start and at the end of a run, layer by layer and all layers together, and what it was counted on."""
 
     start: tuple[LayerLoad, ...]

@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TypeVar
+
+import msgspec
 
 from ft_insight import records as r
 
@@ -49,13 +50,12 @@ Estimate = tuple[float, float, float]
 """A mean in percent, and its 80% interval."""
 
 
-@dataclass(frozen=True, slots=True)
-class PhaseUse:
+class PhaseUse(msgspec.Struct, frozen=True):
     """One phase: its share of the sampled time, and what it used of the GPU in percent, by the field's name."""
 
     phase: str
     share: float
-    means: Mapping[str, Estimate] = field(default_factory=dict)
+    means: Mapping[str, Estimate] = msgspec.field(default_factory=dict)
     reason: str | None = None
     """Why a mean is missing."""
 

@@ -19,7 +19,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from ft_insight.experts import LayerLoad
 from ft_insight.layer_times import LayerTime
@@ -35,8 +36,7 @@ REACH = 1.0
 """How far below the most even layer the even load may lie, in units of the range of loads that was seen."""
 
 
-@dataclass(frozen=True, slots=True)
-class ImbalanceCost:
+class ImbalanceCost(msgspec.Struct, frozen=True):
     """Seconds per micro-batch beyond those of even load, as (estimate, low, high) with an interval of 90%."""
 
     total_s: tuple[float, float, float]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from ft_insight.records import KernelRole
 
 
-@dataclass(frozen=True, slots=True)
-class RoleTime:
+class RoleTime(msgspec.Struct, frozen=True):
     """One role in one kind of part, all its passes. Percentages are means weighted by time."""
 
     kind: str

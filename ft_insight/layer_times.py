@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from ft_insight.records import Layers
 
@@ -21,8 +21,7 @@ KIND_WORDS = {
 MOE_KINDS = frozenset({"moe", "router", "experts", "shared_expert"})
 
 
-@dataclass(frozen=True, slots=True)
-class LayerTime:
+class LayerTime(msgspec.Struct, frozen=True):
     """Mean seconds of one kind in one decoder layer (None: outside of them), per micro-batch, its own work only."""
 
     layer: int | None
@@ -37,8 +36,7 @@ class LayerTime:
         return self.forward_s + self.recompute_s + self.backward_s
 
 
-@dataclass(frozen=True, slots=True)
-class KindTime:
+class KindTime(msgspec.Struct, frozen=True):
     """Mean seconds of one kind over all layers, per micro-batch, and its fraction of the model's time."""
 
     kind: str

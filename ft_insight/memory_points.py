@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from statistics import median
+
+import msgspec
 
 from ft_insight import records as r
 from ft_insight.stats import EvenSample
@@ -16,8 +17,7 @@ MOMENTS = ("between", "forward", "backward", "peak", "optimizer")
 IN_STEP = frozenset(r.STEP_PHASES)
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPoint:
+class MemoryPoint(msgspec.Struct, frozen=True):
     """The peak of one micro-batch, as far as it is known, in bytes of the allocator."""
 
     slots: int
@@ -36,8 +36,7 @@ class MemoryPoint:
         return self.low_bytes == self.high_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryView:
+class MemoryView(msgspec.Struct, frozen=True):
     """All that is known of a run's memory."""
 
     points: tuple[MemoryPoint, ...] = ()
@@ -59,7 +58,7 @@ class MemoryView:
         """Return the peaks of several runs of the same kind as one's."""
         fits = [v.fits_slots for v in (self, *others) if v.fits_slots]
         fails = [v.fails_slots for v in (self, *others) if v.fails_slots and v.fails_slots > max(fits, default=0)]
-        return replace(
+        return msgspec.structs.replace(
             self,
             points=tuple(p for v in (self, *others) for p in v.points),
             fits_slots=max(fits, default=None),

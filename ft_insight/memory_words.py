@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from ft_insight import units
 from ft_insight.estimate.memory import Room, limit_here
@@ -33,8 +33,7 @@ MOMENT_WORDS = {
 RESERVE, CONTEXT, OTHERS, FREE = "allocator reserve", "CUDA context", "other processes", "free"
 
 
-@dataclass(frozen=True, slots=True)
-class Filled:
+class Filled(msgspec.Struct, frozen=True):
     """One row of what fills memory."""
 
     name: str

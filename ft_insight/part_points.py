@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from ft_insight import records as r
 from ft_insight.stats import EvenSample
@@ -15,8 +16,7 @@ KEPT = 512
 EXPERT_KINDS = frozenset({"experts"})
 
 
-@dataclass(frozen=True, slots=True)
-class PartView:
+class PartView(msgspec.Struct, frozen=True):
     """An even sample of the segment's steps, the first left out."""
 
     phases: tuple[tuple[int, Mapping[str, float]], ...] = ()

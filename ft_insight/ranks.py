@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import msgspec
 
 from ft_insight import records as r
 from ft_insight.experts import ExpertTally, LayerLoad, ModelLoad, model_load
@@ -15,12 +15,12 @@ def combine(views: list[RunView]) -> RunView:
     lead, *others = views
     missing = _missing_ranks(lead.header, len(views))
     if not others:
-        return dataclasses.replace(lead, notices=(*lead.notices, *missing)) if missing else lead
+        return msgspec.structs.replace(lead, notices=(*lead.notices, *missing)) if missing else lead
     gpus_of = views
     views = _with_different_data(views)
     # a rank whose pass failed must not make two different sets of rows of before and after
     passed = [v for v in views if v.same_rows] or views
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         lead,
         ranks=len(gpus_of),
         data_ranks=len(views),
@@ -93,7 +93,7 @@ def _sum_rates(rates: list[Rates]) -> Rates:
         values = [getattr(rate, name) for rate in rates]
         return None if None in values else sum(values)
 
-    return Rates(*(total(f.name) for f in dataclasses.fields(Rates)))
+    return Rates(*(total(name) for name in Rates.__struct_fields__))
 
 
 def _sum_loads(loads: list[ModelLoad | None], layers: list[tuple[LayerLoad, ...]]) -> ModelLoad | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+import msgspec
 
 from ft_insight.ranks import combine
 from ft_insight.run import RunState
@@ -13,8 +14,7 @@ from ft_insight.runlog import SILENT_S, Follower, RunLogError, rank_files, write
 from ft_insight.units import duration
 
 
-@dataclass(frozen=True, slots=True)
-class Status:
+class Status(msgspec.Struct, frozen=True):
     """How a run stands: ``kind`` for programs, ``text`` for people."""
 
     kind: str
@@ -59,7 +59,7 @@ class RunReader:
     def view(self) -> RunView:
         """Return what is known now, all ranks merged."""
         views = [
-            replace(state.view(), unknown_lines=follower.unknown, malformed_lines=follower.malformed)
+            msgspec.structs.replace(state.view(), unknown_lines=follower.unknown, malformed_lines=follower.malformed)
             for follower, state in self._logs.values()
         ]
         known = [(v.header, v) for v in views if v.header is not None]

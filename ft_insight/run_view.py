@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 from ft_insight import records as r
 from ft_insight.experts import LayerLoad, LoadChange, ModelLoad
@@ -14,8 +14,7 @@ from ft_insight.part_points import PartView
 Points = tuple[tuple[float, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(msgspec.Struct, frozen=True):
     """A named part of a whole: seconds in all, and the fraction of the whole."""
 
     name: str
@@ -23,8 +22,7 @@ class Share:
     share: float
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
+class Rates(msgspec.Struct, frozen=True):
     """Work per second of wall time; None where a count was not to be had."""
 
     queries_per_s: float | None = None
@@ -33,8 +31,7 @@ class Rates:
     slots_per_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
+class Totals(msgspec.Struct, frozen=True):
     """Work done in training steps so far, this segment."""
 
     steps: int = 0
@@ -51,15 +48,14 @@ class Totals:
         return 1 - self.real_tokens / self.slots
 
 
-@dataclass(frozen=True, slots=True)
-class GpuView:
+class GpuView(msgspec.Struct, frozen=True):
     """One GPU: its latest sample, and what it did over time (x in seconds of the segment)."""
 
     latest: r.GpuSample
     """Its ``unknown`` is of all fields that are not known."""
-    curves: dict[str, Points] = field(default_factory=dict)
+    curves: dict[str, Points] = msgspec.field(default_factory=dict)
     """By field of the sample, those that were ever known."""
-    throttles: dict[str, float] = field(default_factory=dict)
+    throttles: dict[str, float] = msgspec.field(default_factory=dict)
     """What held the clocks down, by the share of samples."""
     power_throttled: float | None = None
     """Share of samples in which power held the clocks down; None where the driver does not tell."""
@@ -81,8 +77,7 @@ class GpuView:
         return self.curves.get(name, ())
 
 
-@dataclass(frozen=True, slots=True)
-class HostView:
+class HostView(msgspec.Struct, frozen=True):
     """The training process on its host: its latest sample, and what it took over time."""
 
     latest: r.HostSample
@@ -90,8 +85,7 @@ class HostView:
     rss_bytes: Points = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RunView:
+class RunView(msgspec.Struct, frozen=True):
     """Everything that can be said of a run at one moment. Frozen; None is unmeasured.
 
     Totals, rates and phases are of the current segment; ``elapsed_s`` and ``usd_so_far`` are of all segments.
@@ -129,9 +123,9 @@ class RunView:
     """Time outside of steps, as a fraction of the elapsed time of the segment."""
     unaccounted_s: float | None = None
     """Elapsed time of the segment that is neither a step's nor a span's."""
-    curves: dict[str, Points] = field(default_factory=dict)
+    curves: dict[str, Points] = msgspec.field(default_factory=dict)
     """By step: queries_per_s, real_tokens_per_s, step_s, and all that the trainer logged."""
-    latest_logs: dict[str, float | None] = field(default_factory=dict)
+    latest_logs: dict[str, float | None] = msgspec.field(default_factory=dict)
     nonfinite: tuple[str, ...] = ()
     memory: r.Memory | None = None
     gpus: tuple[GpuView, ...] = ()
@@ -166,7 +160,7 @@ class RunView:
     notices: tuple[r.Notice, ...] = ()
     micro: tuple[r.MicroBatch, ...] = ()
     """An even sample of the segment's micro-batches, the first step's left out."""
-    parts: PartView = field(default_factory=PartView)
+    parts: PartView = msgspec.field(default_factory=PartView)
     """What phases and experts took, step by step, against slots."""
     rest_s: tuple[float, ...] = ()
     """What sampled steps took besides their micro-batches."""
@@ -174,7 +168,7 @@ class RunView:
     """Mean number of micro-batches in a step."""
     mean_evaluation_s: float | None = None
     mean_save_s: float | None = None
-    filling: MemoryView = field(default_factory=MemoryView)
+    filling: MemoryView = msgspec.field(default_factory=MemoryView)
     """What fills memory, and how its peak goes with the slots of a micro-batch."""
     self_share: float | None = None
     """What ft-insight itself took, as a fraction of the steps' wall time."""

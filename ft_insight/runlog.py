@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, get_args
 
@@ -175,8 +174,7 @@ def _printable(value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True)
-class Poll:
+class Poll(msgspec.Struct, frozen=True):
     """What one look at a log brought."""
 
     records: Iterable[Record] = ()

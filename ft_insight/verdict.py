@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+
+import msgspec
 
 from ft_insight import units
 from ft_insight.experts import LayerLoad
@@ -21,8 +22,7 @@ OVERLOAD = 2.0
 """Busiest expert's load over the mean from which on it is worth a word."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(msgspec.Struct, frozen=True):
     """One thing that a reader should know first: ``evidence`` is measured, ``step`` is what to do."""
 
     topic: str

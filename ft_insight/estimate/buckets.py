@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+
+import msgspec
 
 from ft_insight.catalog import Gpu
 from ft_insight.estimate.work import Work
@@ -34,8 +35,7 @@ MEMORY_KINDS = frozenset({"embedding", "input_norm", "post_attention_norm", "fin
 _PLAIN_FP32 = re.compile(r"sgemm|simt", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
-class Buckets:
+class Buckets(msgspec.Struct, frozen=True):
     """Seconds of one micro-batch by what limits them. ``fixed`` ones do not grow with its slots."""
 
     host_s: float
@@ -74,7 +74,7 @@ class Buckets:
         """Return the same work on ``target``. The host's part stays as it is."""
         compute = matmul_rate(source, self.number_format) / matmul_rate(target, self.number_format)
         memory = source.bandwidth_gbs / target.bandwidth_gbs
-        return replace(
+        return msgspec.structs.replace(
             self,
             dequantise_s=self.dequantise_s * memory,
             matmul_s=self.matmul_s * compute,
@@ -91,8 +91,7 @@ class Buckets:
         return max(parts, key=parts.__getitem__)
 
 
-@dataclass(frozen=True, slots=True)
-class KernelShares:
+class KernelShares(msgspec.Struct, frozen=True):
     """What a profiled step says: shares of the device's busy time, and the share of the window it was busy."""
 
     matmul: float

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+
+import msgspec
 
 from ft_insight.estimate.step_time import NotIdentifiable, StepTime, fit_step_time
 from ft_insight.run_view import RunView
@@ -12,8 +13,7 @@ from ft_insight.stats import median
 Triple = tuple[float, float, float]
 
 
-@dataclass(frozen=True, slots=True)
-class DensityTime:
+class DensityTime(msgspec.Struct, frozen=True):
     """What a micro-batch takes where each token passes through another share of the experts."""
 
     density: float

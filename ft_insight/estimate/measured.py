@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from ft_insight.catalog import Gpu, gpu_for_device
 from ft_insight.estimate.density import active_share
@@ -26,8 +27,7 @@ class MixedRunsError(ValueError):
     """Runs that are not of the same thing; the message is one line."""
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(msgspec.Struct, frozen=True):
     """What a run says of itself that projections rest on."""
 
     view: RunView
@@ -97,7 +97,7 @@ def measure(view: RunView, *others: RunView) -> Measured:
     every = [m for each in alike for m in each.micro if m.slots and m.compute_s]
     every = every[:: -(-len(every) // MOST_POINTS) or 1]
     if others:
-        view = replace(view, filling=view.filling.joined(*(each.filling for each in others)))
+        view = msgspec.structs.replace(view, filling=view.filling.joined(*(each.filling for each in others)))
     device = view.header.devices[0] if view.header and view.header.devices else None
     return Measured(
         view=view,
@@ -115,7 +115,7 @@ def _jointly(views: tuple[RunView, ...]) -> Joint | None:
 
     points = [point for view in views for point in micro_points(view)]
     if any(point.length is None for point in points):
-        points = [replace(point, length=None) for point in points]
+        points = [msgspec.structs.replace(point, length=None) for point in points]
     found = fit_joint(points)
     if isinstance(found, NotIdentifiable) or found.best.design.terms == ("per_unit_s",):
         return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -27,8 +26,7 @@ ON_CPU = "the run computed on a CPU: no GPU memory was measured"
 UNKNOWN_LENGTHS = "the lengths of the rows are not known; add --seq-len L"
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
+class Limit(msgspec.Struct, frozen=True):
     """What a card leaves to the tensors of a process, in bytes."""
 
     total: float
@@ -49,8 +47,7 @@ class Limit:
         return free - self.margin, free - 2 * self.margin, free
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
+class Room(msgspec.Struct, frozen=True):
     """How many queries a micro-batch can hold on a card, and what that rests on."""
 
     batch: int
@@ -193,7 +190,7 @@ def room_here(view: RunView, work: Workload | None = None) -> Room | str:
     found = room(peak, work, limit, longest)
     batch, low, high = within((found.batch, found.low, found.high), view.filling, longest)
     use = peak.predict(float(batch * longest))[0] + limit.context
-    return replace(found, batch=batch, low=low, high=high, use_bytes=use)
+    return msgspec.structs.replace(found, batch=batch, low=low, high=high, use_bytes=use)
 
 
 def within(triple: tuple[int, int, int], filling: MemoryView, row: int) -> tuple[int, int, int]:
@@ -211,7 +208,7 @@ def would_have_fitted(view: RunView, failure: OutOfMemory) -> OutOfMemory:
     row = -(-failure.slots // failure.queries)
     filling = view.filling
     fails = min(failure.slots, filling.fails_slots or failure.slots)
-    known = replace(filling, fails_slots=fails if fails > (filling.fits_slots or 0) else None)
+    known = msgspec.structs.replace(filling, fails_slots=fails if fails > (filling.fits_slots or 0) else None)
     peak = fit_peak(filling)
     if failure.device_free_bytes is not None and failure.reserved_bytes is not None and not isinstance(peak, str):
         free = float(failure.device_free_bytes + failure.reserved_bytes)

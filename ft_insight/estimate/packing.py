@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 MOST_ROWS = 1000
 """Rows that are packed together: what ``datasets`` maps at once. Of a larger data set as many, in proportion."""
 
 
-@dataclass(frozen=True, slots=True)
-class Packing:
+class Packing(msgspec.Struct, frozen=True):
     """Rows of a batch that each hold several rows of the data set."""
 
     rows: float

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+
+import msgspec
 
 from ft_insight.catalog import Gpu
 from ft_insight.estimate.measured import Measured
@@ -19,8 +20,7 @@ MOST_GPUS = 8
 """GPUs of one machine; what joins machines is in no catalogue."""
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
+class Setting(msgspec.Struct, frozen=True):
     """How a job runs: ``gpus`` ranks of ``accumulation`` micro-batches of ``batch`` queries a step."""
 
     gpus: int

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 
 from ft_insight.memory_points import MemoryPoint, MemoryView
@@ -37,8 +37,7 @@ _T95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.
 """Student's t, 95% one-sided, from 1 degree of freedom on."""
 
 
-@dataclass(frozen=True, slots=True)
-class PeakMemory:
+class PeakMemory(msgspec.Struct, frozen=True):
     """``peak = fixed_bytes + bytes_per_slot * slots``, of one process on one device."""
 
     fixed_bytes: float
@@ -209,7 +208,7 @@ def _anchored(exact: Sequence[MemoryPoint], bounded: Sequence[MemoryPoint], base
     flat, steep = min(flattest, slope), steepest
     lines = ((highest - flat * x, flat), (highest - steep * x, steep))
     found = _between(lines, slope, highest - slope * x, text)
-    return replace(found, points=len(exact))
+    return msgspec.structs.replace(found, points=len(exact))
 
 
 def _between(lines: tuple[Line, Line], slope: float, fixed: float, basis: str) -> PeakMemory:
@@ -249,7 +248,7 @@ def _beyond(found: PeakMemory, failed: Sequence[MemoryPoint]) -> PeakMemory:
             slope = found.bytes_per_slot + (point.low_bytes - middle) / point.slots
             line = (found.fixed_bytes, slope)
             flat, steep = found.per_slot_interval
-            found = replace(
+            found = msgspec.structs.replace(
                 found,
                 bytes_per_slot=slope,
                 per_slot_interval=(flat, max(steep, slope)),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+
+import msgspec
 
 from ft_insight.estimate.measured import Measured
 from ft_insight.estimate.step_time import NotIdentifiable
@@ -16,8 +17,7 @@ LEAST_SPREAD = 0.05
 """80% half-width, in logarithms, that stays however many steps a probe has: its few sizes stand for all."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
+class Scale(msgspec.Struct, frozen=True):
     """A factor on the time of a micro-batch, its 80% half-width in logarithms, and what it rests on."""
 
     factor: float

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import msgspec
 
 from ft_insight.catalog import Gpu, PriceBook, books, quote_from
 from ft_insight.estimate.job_cost import dollars_of, hours_of, marked, replaced
@@ -25,8 +25,7 @@ PADDING_LOSS = 1.1
 """A batch that the card's memory allows is not taken where its padding makes the run's own faster by this factor."""
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True):
     """What is asked of a projection: the job, the GPUs, and a price that stands above the catalogue's."""
 
     workload: Workload
@@ -51,7 +50,7 @@ def project(measured: Measured, ask: Ask, t_s: float = 0.0) -> Projection:
     """Project a job: the run's own machine first, then each GPU and number of GPUs that is asked for."""
     here = measured.here.name if measured.here else None
     own = measured.gpu_count
-    ask = replace(ask, prices=ask.prices or books())
+    ask = msgspec.structs.replace(ask, prices=ask.prices or books())
     measured = _at_top_k(measured, ask.top_k)
     asked = [(gpu, count) for gpu in ask.gpus for count in ask.counts or (own,)]
     others = (_elsewhere(measured, ask, gpu, count) for gpu, count in asked if gpu.name != here or count != own)
@@ -72,7 +71,7 @@ def _at_top_k(measured: Measured, top_k: int | None) -> Measured:
         raise ValueError("the model of this run has no experts, as far as its log says: another top-k means nothing")
     if not 0 < top_k <= model.experts:
         raise ValueError(f"a token can pass through 1 to {model.experts} experts, not {top_k}")
-    return replace(measured, density=top_k / model.experts)
+    return msgspec.structs.replace(measured, density=top_k / model.experts)
 
 
 def _here(measured: Measured, ask: Ask) -> ProjectionRow:
@@ -194,7 +193,7 @@ def _rate_elsewhere(
     if isinstance(found, TransferError) or setting is None or setting.batch != largest:
         return found
     if capacity_bound(measured, ask.workload, gpu, setting):
-        return replace(found, bound_by="memory capacity")
+        return msgspec.structs.replace(found, bound_by="memory capacity")
     return found
 
 

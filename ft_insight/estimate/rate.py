@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+
+import msgspec
 
 from ft_insight.catalog import Gpu
 from ft_insight.estimate.buckets import READ_SHARE, Buckets
@@ -36,8 +37,7 @@ LINK_SPREAD = 0.4
 """80% half-width, in logarithms, of the time that gradients take on the way."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rate:
+class Rate(msgspec.Struct, frozen=True):
     """Queries per second of all GPUs together."""
 
     queries_per_s: Triple
@@ -224,7 +224,7 @@ def capacity_bound(measured: Measured, workload: Workload, gpu: Gpu, setting: Se
     """Whether twice the batch, were there memory for it, would do the job faster by ``CAPACITY_GAIN``."""
     if isinstance(measured.step_time, NotIdentifiable):
         return False
-    doubled = replace(setting, batch=2 * setting.batch)
+    doubled = msgspec.structs.replace(setting, batch=2 * setting.batch)
     now, then = (rate_on(measured, workload, gpu, each) for each in (setting, doubled))
     if isinstance(now, TransferError) or isinstance(then, TransferError):
         return False

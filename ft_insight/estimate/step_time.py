@@ -10,8 +10,8 @@ projection may take. Fits over several runs, with more candidates, are in ``join
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -36,8 +36,7 @@ SPAN = 1e12
 """Slots and seconds beyond this factor around their median are no measurements, and would overflow their powers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
+class Curve(msgspec.Struct, frozen=True):
     """One member of the family: ``exponent`` n, ``fixed_s`` h, ``per_slot_s`` c."""
 
     exponent: float
@@ -51,8 +50,7 @@ class Curve:
         return result
 
 
-@dataclass(frozen=True, slots=True)
-class StepTime:
+class StepTime(msgspec.Struct, frozen=True):
     """A fitted step-time model, with what it was fitted on and how far it can be trusted."""
 
     curve: Curve
@@ -86,8 +84,7 @@ class StepTime:
         return float(low), float(high)
 
 
-@dataclass(frozen=True, slots=True)
-class NotIdentifiable:
+class NotIdentifiable(msgspec.Struct, frozen=True):
     """Why a run does not tell how step time depends on the size of a micro-batch."""
 
     reason: str

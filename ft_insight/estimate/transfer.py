@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+
+import msgspec
 
 from ft_insight.catalog import Gpu
 from ft_insight.estimate.work import LAUNCH_S_PER_LAYER, flops_per_slot
@@ -25,8 +26,7 @@ recomputation, which launch about three times as much."""
 _LOW_BITS = re.compile(r"fp8|float8|e4m3|e5m2|fp4|float4", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
-class TransferError:
+class TransferError(msgspec.Struct, frozen=True):
     """Why no figure can be given for this GPU."""
 
     reason: str

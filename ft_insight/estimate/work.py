@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from ft_insight.records import Header
 
@@ -20,8 +20,7 @@ ADAM_BYTES = 16.0
 two moments, in and out."""
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(msgspec.Struct, frozen=True):
     """The work of one micro-batch, and of one optimizer step. 0 is none; None is not known."""
 
     flops: float | None

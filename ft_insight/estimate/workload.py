@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from ft_insight.estimate.packing import Packing, is_packed, packed
 from ft_insight.records import TrainFacts
@@ -14,8 +15,7 @@ class WorkloadError(ValueError):
     """A job that cannot be priced; the message is one line."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lengths:
+class Lengths(msgspec.Struct, frozen=True):
     """Rows of a data set other than the run's, and the histogram of their lengths in tokens."""
 
     queries: int
@@ -26,8 +26,7 @@ class Lengths:
     """What was cut off, packed or left out, in words."""
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
+class Workload(msgspec.Struct, frozen=True):
     """A job: ``queries`` rows of the training set, ``epochs`` times."""
 
     queries: int

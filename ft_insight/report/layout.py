@@ -6,15 +6,15 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from ft_insight.column_groups import grouped
 
 GAP = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
+class Section(msgspec.Struct, frozen=True):
     """A title over lines of text, a table, or both. The table's first row is its head."""
 
     title: str

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -94,7 +94,7 @@ def test_the_papers_equation_is_found_where_it_holds(name: str, rate: object) ->
 
 def test_outliers_are_set_aside() -> None:
     seen = points(2.0, 1, noise=0.01, outliers=0.0)
-    spoilt = [replace(p, seconds=p.seconds * (6 if i % 20 == 0 else 1)) for i, p in enumerate(seen)]
+    spoilt = [msgspec.structs.replace(p, seconds=p.seconds * (6 if i % 20 == 0 else 1)) for i, p in enumerate(seen)]
     model = joint(fit_joint(spoilt))
     assert model.outliers == 3
     assert model.predict(8.0, 0.5)[0] == pytest.approx(law(8.0, 0.5, 2.0), rel=0.01)

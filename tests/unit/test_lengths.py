@@ -129,7 +129,7 @@ def test_longer_rows_take_more_than_their_slots(weight: float, off: float) -> No
     assert row.queries_per_s[1] < truth * 1.01
     assert row.queries_per_s[2] > truth * 0.99
     by_slots = 4 / (FIXED_S + SLOT_S * 4 * 8192 + REST_S)
-    assert row.queries_per_s[0] < 0.8 * by_slots
+    assert row.queries_per_s[0] < 0.85 * by_slots
 
 
 def test_packed_rows_are_not_what_attention_sees() -> None:

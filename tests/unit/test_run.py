@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import Any
 
@@ -205,7 +204,7 @@ def test_a_view_does_not_change_afterwards() -> None:
             views.append(now)
             copies.append(repr(now))
     assert [repr(v) for v in views] == copies
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(AttributeError):
         views[0].step = 5  # type: ignore[misc]
 
 

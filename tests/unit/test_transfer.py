@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import csv
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -96,7 +96,7 @@ def test_what_a_fit_says_is_fixed_is_the_host_s_unless_the_device_explains_it() 
     slots = 1.2 / 794.5 + (4 - 1.2 / 119.76) * 696 / 3350
     assert there.total_s == pytest.approx(math.hypot(2 + 696 / 3350, slots))
     # no model's size makes the host's part vanish
-    greedy = split(5.0, replace(work, dequantised_bytes=1e15), A40_GPU, fixed_s=3.0)
+    greedy = split(5.0, msgspec.structs.replace(work, dequantised_bytes=1e15), A40_GPU, fixed_s=3.0)
     assert greedy.host_s == pytest.approx(0.3)
 
 
