@@ -109,6 +109,8 @@ class MemoryTally:
     def _by_micro_batch(self, step: r.Step, memory: r.Memory) -> None:
         """Take in the peaks of a step's micro-batches; under accumulation the first lacks the others' gradients."""
         skipped = len(step.micro) > 1 and len(memory.micro) > 1
+        if not any(told.exact for told in memory.micro) and self._bounds.passes(len(memory.micro) - skipped):
+            return
         for micro, told in zip(step.micro[skipped:], memory.micro[skipped:], strict=False):
             high = told.peak_bytes
             low = high if told.exact else told.seen_bytes

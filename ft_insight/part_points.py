@@ -34,10 +34,9 @@ class PartTally:
         self._steps: deque[r.Step] = deque(maxlen=RECENT)
         self._layers: deque[r.Layers] = deque(maxlen=RECENT)
 
-    def add_step(self, step: r.Step) -> None:
-        """Take in a step that is not the first."""
-        slots = _slots(step)
-        if slots is None:
+    def add_step(self, step: r.Step, slots: int | None) -> None:
+        """Take in a step that is not the first, of so many slots in all its micro-batches."""
+        if not slots:
             return
         self._phases.add((slots, step.phases_s))
         self._steps.append(step)

@@ -132,7 +132,7 @@ class RunState:
         if first:
             return
         self._warm.add_work(step, work)
-        self._parts.add_step(step)
+        self._parts.add_step(step, work[1])
         self._micro.add_all(step.micro)
         compute = [m.compute_s for m in step.micro if m.compute_s is not None]
         if len(compute) == len(step.micro) and compute:

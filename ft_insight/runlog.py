@@ -39,6 +39,7 @@ LOG_VARIABLE = "FT_INSIGHT_LOG"
 _RANK_FILE = re.compile(r"\.rank\d+\.jsonl$")
 _TYPES = frozenset(t.__struct_config__.tag for t in get_args(Record))
 _SAMPLES = b'{"type":"gpu"'
+_SAMPLE = re.compile(re.escape(_SAMPLES) + rb"[^\n]*\n")  # which is nowhere within a line: strings escape quotes
 
 
 class RunLogError(ValueError):
@@ -258,8 +259,7 @@ class Follower:
         return file.read(len(self._first_bytes)) != self._first_bytes
 
     def _decode(self, data: bytes) -> Iterator[Record]:
-        lines = data.split(b"\n")
-        for line in _with_last_sample(lines) if self._thinned else lines:
+        for line in (_with_last_sample(data) if self._thinned else data).split(b"\n"):
             if not line.strip():
                 continue
             try:
@@ -301,11 +301,10 @@ class Follower:
         return RunLogError(f"{self.path} is not an ft-insight run log: it does not begin with a header record")
 
 
-def _with_last_sample(lines: list[bytes]) -> list[bytes]:
+def _with_last_sample(data: bytes) -> bytes:
     """Leave out the lines of GPUs' samples but for the last one, told by how the writer begins them."""
-    kept = [line for line in lines if not line.startswith(_SAMPLES)]
-    last = next((line for line in reversed(lines) if line.startswith(_SAMPLES)), None)
-    return kept if last is None else [*kept, last]
+    last = _SAMPLE.search(data, max(0, data.rfind(_SAMPLES)))
+    return _SAMPLE.sub(b"", data) + last[0] if last is not None else data
 
 
 def read_records(path: Path) -> tuple[Follower, Iterator[Record]]:

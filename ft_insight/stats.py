@@ -115,11 +115,17 @@ class EvenSample(Generic[T]):
 
     def add_all(self, items: Sequence[T]) -> None:
         """Offer several items."""
-        if self._seen + len(items) < self._next:  # none of them is to be taken, as of most in a long stream
-            self._seen += len(items)
+        if self.passes(len(items)):
             return
         for item in items:
             self.add(item)
+
+    def passes(self, count: int) -> bool:
+        """Offer ``count`` items and tell whether none of them is to be taken; else they are yet to be offered."""
+        if self._seen + count >= self._next:
+            return False
+        self._seen += count
+        return True
 
     def wants(self) -> bool:
         """Offer one item that is yet to be made: True if it is to be taken."""
