@@ -46,7 +46,7 @@ def _extra_seconds(measured: Measured, workload: Workload, scale: float, setting
 
 
 def marked(rows: Sequence[ProjectionRow]) -> tuple[ProjectionRow, ...]:
-    """Mark the cheapest row, the fastest, and the one whose dollars times hours are least, where there is a choice."""
+    """Mark the cheapest row, the fastest, and the one whose dollars times hours are least, where one is ahead."""
     marks: dict[int, list[str]] = {}
     priced = {i: (row.usd[0], row.hours[0]) for i, row in enumerate(rows) if row.usd and row.hours}
     for name, values in (
@@ -55,7 +55,8 @@ def marked(rows: Sequence[ProjectionRow]) -> tuple[ProjectionRow, ...]:
         ("best value", {i: usd * hours for i, (usd, hours) in priced.items()}),
     ):
         least = min(values, key=values.__getitem__, default=None)
-        if least is not None and sum(math.isclose(value, values[least]) for value in values.values()) < len(values):
+        alike = sum(math.isclose(value, values[least]) for value in values.values()) if least is not None else 0
+        if least is not None and alike == 1 < len(values):
             marks.setdefault(least, []).append(name)
     return tuple(replaced(row, {"marks": tuple(marks.get(i, ()))}) for i, row in enumerate(rows))
 

@@ -266,5 +266,5 @@ def _rate_from_work(measured: Measured, workload: Workload, gpu: Gpu, setting: S
     here = view.rates.queries_per_s
     scale = here / middle if here else 1.0
     per_slot = flops_per_slot(header)
-    basis = f"from {per_slot:.2g} FLOPs per slot, not from this machine's speed"
+    basis = f"from {(per_slot or 0.0) / 1e9:.2g} GFLOPs per slot, not from this machine's speed"
     return Rate((middle, low, high), basis, scale)

@@ -265,11 +265,13 @@ def test_rows_too_long_for_the_run_s_own_batch_are_accumulated_or_refused() -> N
     assert "100,000 tokens does not fit" in none.unknown["queries_per_s"]
 
 
-def test_rows_that_are_all_alike_have_no_marks() -> None:
+def test_rows_that_are_as_good_as_each_other_have_no_marks() -> None:
     row = r.ProjectionRow(gpu="A40", hours=(2.0, 1.0, 3.0), usd=(1.0, 0.5, 1.5))
     assert [x.marks for x in marked([row, row])] == [(), ()]
     quicker = r.ProjectionRow(gpu="H100", hours=(1.0, 0.5, 1.5), usd=(1.0, 0.5, 1.5))
     assert [x.marks for x in marked([row, quicker])] == [(), ("fastest", "best value")]
+    assert [x.marks for x in marked([row, quicker, quicker])] == [(), (), ()]
+    assert [x.marks for x in marked([row])] == [()]
 
 
 def test_other_lengths_need_a_model_of_step_time() -> None:
