@@ -114,7 +114,7 @@ def micro_here(measured: Measured, workload: Workload, setting: Setting | None) 
 def _fitted(measured: Measured, workload: Workload, batch: int) -> Triple | TransferError:
     """Return the seconds of a micro-batch of ``batch`` of the job's rows, by the model of several runs or of this one.
 
-    Where one run's model is asked for rows of other lengths, attention's share is that of its FLOPs, half to twice.
+    Where one run's model is asked for rows of other lengths, attention's share comes from its FLOPs.
     """
     slots = workload.slots(batch)
     if slots is None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ft_insight.estimate.density import active_share
 from ft_insight.estimate.models import Point
+from ft_insight.estimate.packing import is_packed
 from ft_insight.records import MicroBatch
 from ft_insight.run_view import RunView
 from ft_insight.stats import median
@@ -17,14 +18,16 @@ LEAST_ALIKE = 4
 def micro_points(view: RunView) -> list[Point]:
     """Return micro-batches of up to twelve sizes, of like slots as one point; no step's rest is in them.
 
-    Where all tell their queries, those of one batch make points of their own, whose ``length`` is slots per query.
+    Where all tell their queries, those of one batch make points of their own, whose ``length`` is slots per query; not
+    where rows are packed, since then neither is how long a row of a batch is.
     """
     density = active_share(view) or 1.0
     known = [m for m in view.micro if m.slots and m.compute_s]
     batches = {m.queries for m in known}
     if len(batches) > 1:  # the last batch of an epoch is a smaller one, and tells little
         batches = {b for b in batches if sum(m.queries == b for m in known) >= LEAST_ALIKE}
-    if not all(batches) or len(batches) > BINS:
+    packed = view.header is not None and is_packed(view.header.train.packing)
+    if packed or not all(batches) or len(batches) > BINS:
         return [Point(slots, seconds, density) for slots, seconds in _sizes(known)]
     return [
         Point(slots, seconds, density, slots / batch)

@@ -99,6 +99,12 @@ def test_header_tells_the_lengths_of_all_rows(make_trainer: MakeTrainer, tmp_pat
     assert (data.longest, data.lengths_from) == (8, "all rows")
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_header_tells_who_loads_the_data(workers: int, make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    log = run(make_trainer, tmp_path / "run.jsonl", rows=token_rows([5, 3, 4, 4]), dataloader_num_workers=workers)
+    assert log.header.train.loader_workers == workers
+
+
 def test_lengths_of_a_selection_are_those_of_the_selection() -> None:
     class Args:
         packing = False

@@ -154,3 +154,10 @@ def test_a_sparse_and_a_dense_run_together_tell_top_4() -> None:
 def test_a_run_that_does_not_tell_its_slots_has_no_points() -> None:
     assert micro_points(view([header(), step(1, 0.0), step(2, 1.0, micro=(micro(4, None, None),))])) == []
     assert len(micro_points(view([header(), step(1, 0.0), step(2, 1.0)]))) == 1
+
+
+def test_rows_of_a_batch_that_hold_several_tell_no_length() -> None:
+    items = [step(n, float(n), micro=(micro(2 + n % 3, 1000),)) for n in range(1, 40)]
+    assert {point.length is None for point in micro_points(view([header(), *items]))} == {False}
+    packed = view([header(train={"packing": "bfd"}), *items])
+    assert {point.length for point in micro_points(packed)} == {None}
