@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Generic, TypeVar
 
@@ -14,81 +14,79 @@ CURVE_POINTS = 512
 SAMPLE_ITEMS = 4096
 
 
-class CurveBuilder:
-    """A curve of at most ``CURVE_POINTS`` points, however many are added.
+class _Thinned(Generic[T]):
+    """Points of at most ``limit``, however many are added.
 
     When it is full, neighbours are averaged in pairs and from then on each point stands for twice as many; so a
     spike is damped, never dropped, and no part of the run is preferred.
     """
 
-    def __init__(self, limit: int = CURVE_POINTS) -> None:
+    def __init__(self, limit: int, mean: Callable[[Sequence[tuple[float, T]]], tuple[float, T]]) -> None:
         self._limit = limit + limit % 2  # pairs need an even number
+        self._mean = mean
         self._stride = 1
-        self._points: list[tuple[float, float]] = []
-        self._pending: list[tuple[float, float]] = []
+        self._points: list[tuple[float, T]] = []
+        self._pending: list[tuple[float, T]] = []
 
-    def add(self, x: float, y: float | None) -> None:
-        """Add a point; None (unmeasured) leaves a gap that is not drawn."""
-        if y is None or not math.isfinite(y):
-            return
+    def _put(self, x: float, y: T) -> None:
         self._pending.append((x, y))
         if len(self._pending) < self._stride:
             return
-        self._points.append(_mean_point(self._pending) if self._stride > 1 else (x, y))
+        self._points.append(self._mean(self._pending) if self._stride > 1 else (x, y))
         self._pending.clear()
         if len(self._points) >= self._limit:
             pairs = zip(self._points[::2], self._points[1::2], strict=True)
-            self._points = [_mean_point(pair) for pair in pairs]
+            self._points = [self._mean(pair) for pair in pairs]
             self._stride *= 2
+
+    def _all(self) -> list[tuple[float, T]]:
+        """Return the points, oldest first, the latest unfinished one included."""
+        return [*self._points, self._mean(self._pending)] if self._pending else self._points
 
     def cut_after(self, x: float) -> None:
         """Forget all points beyond ``x``: a resumed run repeats the steps after its checkpoint."""
         self._points = [p for p in self._points if p[0] <= x]
         self._pending = [p for p in self._pending if p[0] <= x]
 
+
+class CurveBuilder(_Thinned[float]):
+    """A curve of at most ``CURVE_POINTS`` points that thins itself."""
+
+    def __init__(self, limit: int = CURVE_POINTS) -> None:
+        super().__init__(limit, _mean_point)
+
+    def add(self, x: float, y: float | None) -> None:
+        """Add a point; None (unmeasured) leaves a gap that is not drawn."""
+        if y is not None and math.isfinite(y):
+            self._put(x, y)
+
     def points(self) -> tuple[tuple[float, float], ...]:
-        """Return the points, oldest first, the latest unfinished one included."""
-        tail = (_mean_point(self._pending),) if self._pending else ()
-        return (*self._points, *tail)
+        """Return the points, oldest first."""
+        return tuple(self._all())
 
 
-class RowCurves:
-    """Several curves over one x, each of an attribute of the rows that are added; thinned together, as one curve is.
+class RowCurves(_Thinned[Sequence[float | None]]):
+    """Several curves over one x, each of an attribute of the rows that are added (two or more); thinned together.
 
     What a row does not know (None) is left out of its mean. For many attributes this is far cheaper than a
     :class:`CurveBuilder` for each.
     """
 
     def __init__(self, names: Sequence[str], limit: int = CURVE_POINTS) -> None:
+        super().__init__(limit, _mean_row)
         self._names = names
-        self._limit = limit + limit % 2
-        self._stride = 1
         self._values = attrgetter(*names)
-        self._points: list[tuple[float, Sequence[float | None]]] = []
-        self._pending: list[tuple[float, Sequence[float | None]]] = []
 
     def add(self, x: float, row: object) -> None:
         """Add a point to every curve."""
-        self._pending.append((x, self._values(row)))
-        if len(self._pending) < self._stride:
-            return
-        self._points.append(_mean_row(self._pending))
-        self._pending.clear()
-        if len(self._points) >= self._limit:
-            pairs = zip(self._points[::2], self._points[1::2], strict=True)
-            self._points = [_mean_row(pair) for pair in pairs]
-            self._stride *= 2
-
-    def cut_after(self, x: float) -> None:
-        """Forget all points beyond ``x``."""
-        self._points = [p for p in self._points if p[0] <= x]
-        self._pending = [p for p in self._pending if p[0] <= x]
+        self._put(x, self._values(row))
 
     def curves(self) -> dict[str, tuple[tuple[float, float], ...]]:
         """Return the points by name, oldest first; what was never known is left out."""
-        points = [*self._points, _mean_row(self._pending)] if self._pending else self._points
+        points = self._all()
         columns = {
-            name: tuple((x, y) for x, ys in points if (y := ys[i]) is not None) for i, name in enumerate(self._names)
+            name: tuple((x, y) for x, ys in points if (y := ys[i]) is not None and math.isfinite(y))
+            for i, name in enumerate(self._names)
         }
         return {name: column for name, column in columns.items() if column}
 

@@ -27,18 +27,9 @@ FIXED_S, SLOT_S, REST_S = 0.2, 1e-4, 0.1
 A100 = find_gpu("a100")
 
 
-def run(
-    law: Any,
-    batch: int = 4,
-    lengths: tuple[int, int] = (256, 512),
-    wait_s: float = 0.0,
-    accumulation: int = 1,
-    train: Any = (),
-    model: Any = (),
-    seed: int = 0,
-) -> RunView:
+def run(law: Any, **said: Any) -> RunView:
     """Return the view of what :func:`records` says."""
-    return view(records(law, batch, lengths, wait_s, accumulation, train, model, seed))
+    return view(records(law, **said))
 
 
 def records(
