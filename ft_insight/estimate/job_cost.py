@@ -12,6 +12,9 @@ from ft_insight.estimate.rate import Rate
 from ft_insight.estimate.workload import Workload
 from ft_insight.records import ProjectionRow
 
+AHEAD = 1.005
+"""A row that others come nearer to than this factor stands out by nothing that can be read."""
+
 
 def hours_of(rate: Rate, workload: Workload, measured: Measured, setting: Setting | None) -> Triple:
     """Return the hours of the job: its steps, and what is measured besides them."""
@@ -55,7 +58,7 @@ def marked(rows: Sequence[ProjectionRow]) -> tuple[ProjectionRow, ...]:
         ("best value", {i: usd * hours for i, (usd, hours) in priced.items()}),
     ):
         least = min(values, key=values.__getitem__, default=None)
-        alike = sum(math.isclose(value, values[least]) for value in values.values()) if least is not None else 0
+        alike = sum(value <= AHEAD * values[least] for value in values.values()) if least is not None else 0
         if least is not None and alike == 1 < len(values):
             marks.setdefault(least, []).append(name)
     return tuple(replaced(row, {"marks": tuple(marks.get(i, ()))}) for i, row in enumerate(rows))

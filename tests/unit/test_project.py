@@ -270,7 +270,8 @@ def test_rows_that_are_as_good_as_each_other_have_no_marks() -> None:
     assert [x.marks for x in marked([row, row])] == [(), ()]
     quicker = r.ProjectionRow(gpu="H100", hours=(1.0, 0.5, 1.5), usd=(1.0, 0.5, 1.5))
     assert [x.marks for x in marked([row, quicker])] == [(), ("fastest", "best value")]
-    assert [x.marks for x in marked([row, quicker, quicker])] == [(), (), ()]
+    nearly = r.ProjectionRow(gpu="H200", hours=(1.001, 0.5, 1.5), usd=(1.001, 0.5, 1.5))
+    assert [x.marks for x in marked([row, quicker, nearly])] == [(), (), ()]
     assert [x.marks for x in marked([row])] == [()]
 
 
