@@ -16,10 +16,10 @@ from ft_insight.reader import Status, read_run
 from ft_insight.records import Fit, Projection
 from ft_insight.report import to_json
 from ft_insight.report.job import projection_sections
+from ft_insight.report.joint import joint_lines
 from ft_insight.report.layout import Section, to_markdown, to_text
 from ft_insight.run_view import RunView
 from ft_insight.runlog import find_run
-from ft_insight.units import share, significant
 from ft_insight.words import clean, fit_text, headline
 
 if TYPE_CHECKING:
@@ -72,27 +72,7 @@ def project_text(run_names: Sequence[str], question: Mapping[str, Any], *, form:
 
 def _model_lines(measured: Measured, fit: Fit) -> tuple[str, ...]:
     """Tell the model of step time: of this run, or of several that say more together than each of them."""
-    if measured.joint is None:
-        return (fit_text(fit),)
-    joint, h = measured.joint, measured.joint.best
-    scales = {
-        "per_unit_s": (1e3, ""),
-        "dense_s": (1e3, ""),
-        "experts_s": (1e3, "·density"),
-        "length_s": (1e6, "·klength"),
-    }
-    terms = [(name, *scales[name]) for name in h.names if name in scales]
-    if not terms:
-        return (f"T = {h.form.formula} s a micro-batch of b slots, ±{share(h.error)}",)
-
-    def told(name: str, scale: float) -> str:
-        low, high = joint.interval(name)
-        return f"{significant(joint.unknowns[name] * scale)} [{significant(low * scale)}-{significant(high * scale)}]"
-
-    load = " + ".join(f"{told(name, scale)}{unit}" for name, scale, unit in terms)
-    rest = [f"{name.removesuffix('_s')} {told(name, 1.0)} s" for name in h.names if name not in ("fixed_s", *scales)]
-    parts = "; ".join([f"h = {told('fixed_s', 1.0)} s", *rest, f"u = ({load})·kslots"])
-    return (f"T = {h.form.formula} s a micro-batch, ±{share(h.error)}", parts)
+    return (fit_text(fit),) if measured.joint is None else joint_lines(measured.joint)
 
 
 def _finished(path: Path) -> tuple[RunView, Status]:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from ft_insight.estimate.joint import Joint, fit_form, fit_joint
-from ft_insight.estimate.models import FORMS, Design, Point
+from ft_insight.estimate.models import FORMS, Design, Form, Point
 from ft_insight.estimate.step_time import NotIdentifiable
+from ft_insight.report.joint import joint_lines
 
 H, C0, C1 = 0.4, 0.02, 0.06
 SMOOTH = tuple(form for form in FORMS if not form.spare)
@@ -186,3 +187,12 @@ def test_a_form_is_not_tried_on_fewer_points_than_it_needs() -> None:
     assert fit_joint(seen, [knee]) == NotIdentifiable(
         "not identifiable: 6 points, too few for the unknowns of any form"
     )
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_every_form_is_told_with_all_its_unknowns(form: Form) -> None:
+    model = joint(fit_joint(points(1.0, 0), [form]))
+    law, letters = joint_lines(model)
+    assert form.formula in law
+    assert letters.count("[") == len(model.unknowns)
+    assert "nan" not in law + letters
