@@ -12,6 +12,7 @@ from study.runs import NO_MEMORY, Plan, Run, StudyError, execute
 from ft_insight.demo.datasets import load_rows
 from ft_insight.demo.train import text_of
 from ft_insight.reader import read_run
+from ft_insight.sweeping import search
 
 CAP = 8
 """Taken for the largest batch where no GPU's memory ends it."""
@@ -31,14 +32,8 @@ class Largest:
 
 def largest_batch(fits: Callable[[int], bool], limit: int) -> int:
     """Return the largest batch up to ``limit`` that fits, 0 if none does, for a ``fits`` that once false stays so."""
-    good, size = 0, 1
-    while size <= limit and fits(size):
-        good, size = size, size * 2
-    bad = min(size, limit + 1)
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
-    return good
+    cap = search.Cap(limit, f"more than {limit} are not tried")
+    return search.find_largest(lambda batch: search.Trial(batch, fits(batch)), cap, until_memory=True).largest
 
 
 def find_largest(plan: Plan, one: Run) -> Largest:

@@ -62,7 +62,7 @@ def find_largest(attempt: Callable[[int], Trial], cap: Cap | None, *, until_memo
         trial = attempt(batch)
         trials.append(trial)
         if not trial.fits:
-            return _bisected(attempt, trials, batch // 2, batch)
+            return _bisected(attempt, trials, trials[-2].batch if len(trials) > 1 else 0, batch)
         if cap is not None and batch >= cap.batch:
             return Found(batch, cap.reason, tuple(trials), by_memory=False)
         step_s = trial.step_s or 0.0

@@ -77,6 +77,10 @@ def test_search_without_an_end_of_memory_ends_with_a_reason() -> None:
     assert (capped.largest, capped.reason, capped.by_memory) == (11, "no more rows", False)
     assert [t.batch for t in capped.trials] == [1, 2, 4, 8, 11]
 
+    # what is known to fit is not tried again where the cap is no power of two
+    capped = searched(9, lambda b: 1.0, Cap(11, "no more rows"), until_memory=True)
+    assert (capped.largest, [t.batch for t in capped.trials]) == (9, [1, 2, 4, 8, 11, 9, 10])
+
     # up to 4 rows cost nothing; from there on each costs as much as the one before
     flat = searched(1000, lambda b: max(1.0, b / 4), None, until_memory=False)
     assert (flat.largest, "beyond batch 4" in flat.reason) == (16, True)
