@@ -41,6 +41,8 @@ class Measured(msgspec.Struct, frozen=True):
     """Share of the experts that a token is to pass through, where that is another than in the run."""
     joint: Joint | None = None
     """The step time of several runs fitted together, where they tell of other densities or lengths what none does."""
+    rest_per_micro_s: float = 0.0
+    """What each micro-batch of a step adds to ``rest_s``, waiting for data aside, where accumulations differ."""
 
     @property
     def gpu_count(self) -> int:
@@ -106,6 +108,7 @@ def measure(view: RunView, *others: RunView) -> Measured:
         rest_s=_rest(view),
         here=gpu_for_device(device.name, device.memory_bytes) if device and device.kind == "cuda" else None,
         joint=_jointly((view, *others)) if others else None,
+        rest_per_micro_s=_rest_per_micro((view, *others)) if others else 0.0,
     )
 
 
@@ -126,6 +129,20 @@ def _rest(view: RunView) -> float | None:
     """Never below 0: a device that is ahead of the host's clock does not give time back."""
     rest = median(view.rest_s)
     return None if rest is None else max(0.0, rest)
+
+
+def _rest_per_micro(views: tuple[RunView, ...]) -> float:
+    """Return the slope of runs' ``rest_s`` over their accumulation, between 0 and what leaves none of them below 0."""
+    points: list[tuple[float, float]] = []
+    for each in views:
+        rest, waits = _rest(each), sum(phase.seconds for phase in each.phases if phase.name == "data_wait")
+        if rest is not None and each.accumulation and each.totals.steps:
+            points.append((each.accumulation, max(0.0, rest - waits / each.totals.steps)))
+    if len({count for count, _ in points}) < 2:
+        return 0.0
+    middle, typical = (sum(point[axis] for point in points) / len(points) for axis in (0, 1))
+    slope = sum((c - middle) * (s - typical) for c, s in points) / sum((c - middle) ** 2 for c, _ in points)
+    return max(0.0, min(slope, *(s / c for c, s in points)))
 
 
 _ALIKE: dict[str, Callable[[Header], object]] = {

@@ -89,7 +89,7 @@ def _scaled(
         there = moved.total_s
         rest, wait = _rest_on(measured, here, gpu)
         data = _data_wait(measured, workload, setting, wait, there)
-        rest += data - wait
+        rest += data - wait + measured.rest_per_micro_s * (per_step[0] - measured.accumulation)
         own = "measured" if measured.density is None and as_measured(measured, setting) else "by its fitted step time"
         own = own if same_rows(measured, workload) else "by its fitted step time"
         basis = own if here.name == gpu.name else f"scaled from {here.name} ({_BASIS[moved.basis]})"

@@ -7,10 +7,12 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from makers import A40, header, log, micro, step, view
 
+from ft_insight import records as r
 from ft_insight.catalog import find_gpu
 from ft_insight.cli import main
 from ft_insight.estimate import Ask, measure, project
@@ -72,6 +74,10 @@ def attending(weight: float) -> Any:
         return FIXED_S + SLOT_S * x * (1 + weight * length / (6 * HIDDEN)) / (1 + weight * 400 / (6 * HIDDEN))
 
     return law
+
+
+def flat(x: float, length: float) -> float:
+    return FIXED_S + SLOT_S * x
 
 
 def here(measured: Measured, **asked: Any) -> ProjectionRow:
@@ -177,11 +183,32 @@ def test_runs_whose_slots_say_it_all_are_one_curve() -> None:
     assert row.queries_per_s[1] < 4 / (law(4096, 0) + REST_S) < row.queries_per_s[2]
 
 
+def test_runs_of_several_accumulations_tell_what_a_micro_batch_adds_besides() -> None:
+    def of(accumulation: int) -> RunView:
+        """Besides its micro-batches, 0.1 s a step and 20 ms for each of them."""
+        items = records(flat, accumulation=accumulation, wait_s=0.02 * accumulation, seed=accumulation)
+        steps = [item for item in items if isinstance(item, r.Step)]
+        parts = [dict(each.phases_s) for each in steps]
+        phases = [{**each, "data_wait": 0.0, "other": each["data_wait"]} for each in parts]
+        moved = [msgspec.structs.replace(each, phases_s=said) for each, said in zip(steps, phases, strict=True)]
+        return view([items[0], *moved])
+
+    def rate(measured: Measured, batch: int) -> float:
+        work = workload_of(measured.view, queries=1000, epochs=1.0)
+        row = project(measured, Ask(work, (), batch=batch)).rows[0]
+        assert row.queries_per_s is not None, row.unknown
+        return row.queries_per_s[0]
+
+    alone, both = measure(of(8)), measure(of(8), of(2))
+    assert both.rest_per_micro_s == pytest.approx(0.02, rel=1e-6)
+    slots = workload_of(both.view).slots(8)
+    assert slots is not None
+    # 32 queries a step: 8 micro-batches of 4 in the run, 4 of 8 as asked for
+    assert rate(both, 8) == pytest.approx(32 / (4 * flat(slots, 0) + 0.1 + 4 * 0.02), rel=2e-3)
+    assert rate(alone, 8) == pytest.approx(32 / (4 * flat(slots, 0) + 0.1 + 8 * 0.02), rel=2e-3)
+
+
 # data that is waited for
-
-
-def flat(x: float, length: float) -> float:
-    return FIXED_S + SLOT_S * x
 
 
 def test_what_workers_load_is_no_faster_on_a_faster_gpu() -> None:
