@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
-from textual.app import App, ComposeResult
+from textual.app import App, ComposeResult, ScreenStackError
 from textual.binding import Binding, BindingType
+from textual.css.query import NoMatches
 from textual.message import Message
 from textual.theme import Theme
 from textual.widgets import ContentSwitcher
@@ -174,10 +176,12 @@ class WatchApp(App[str]):
             bar.show(self._frame)
 
     def _draw(self) -> None:
-        screen = self.screen_stack[0]
-        screen.query_one(HeaderBar).show(self._frame)
-        screen.query_one(KeyBar).show(self._tab, self._frame)
-        screen.query_one(f"#{self._tab}", Page).show(self._frame)
+        # when the app is left its widgets go one by one, and what was posted before still arrives
+        with suppress(NoMatches, ScreenStackError):
+            screen = self.screen_stack[0]
+            screen.query_one(HeaderBar).show(self._frame)
+            screen.query_one(KeyBar).show(self._tab, self._frame)
+            screen.query_one(f"#{self._tab}", Page).show(self._frame)
 
     def _leave_if_over(self) -> None:
         if self._until is not None and not self._leaving and self._is_over(self._until):

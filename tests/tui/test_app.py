@@ -14,6 +14,7 @@ import pytest
 from ft_insight import records as r
 from ft_insight.runlog import LogWriter
 from ft_insight.tui.app import WatchApp
+from ft_insight.tui.widgets.chrome import HeaderBar
 from tests.tui.made import MOE_LAYERS, encoded, experts, gpu, header, layers, logs, run, step, wait_for
 
 SIZES = [(80, 24), (120, 40), (160, 48)]
@@ -119,6 +120,20 @@ async def test_silent_writer(log: Path) -> None:
     os.utime(log, (time.time() - 40, time.time() - 40))
     async with WatchApp(log).run_test(size=(80, 24)) as pilot:
         await wait_for(pilot, "silent for 4")
+
+
+async def test_news_that_arrives_while_the_app_is_left(log: Path) -> None:
+    log.write_bytes(encoded(run(7)))
+    app = WatchApp(log)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await wait_for(pilot, "step 7 / 1,240")
+        newest = app._newest
+        assert newest is not None
+        await app.query_one(HeaderBar).remove()  # as its widgets go, one by one
+        app.post_message(WatchApp.Read(newest))
+        await pilot.pause(0.1)
+        assert app.is_running
+    assert not app.return_code
 
 
 async def test_truncated_and_replaced_log(log: Path) -> None:
