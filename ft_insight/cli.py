@@ -241,7 +241,7 @@ def _lengths(arguments: argparse.Namespace, runs: list[str]) -> object:
     from ft_insight.runlog import find_run
     from ft_insight.token_lengths import lengths_of
 
-    view, _ = read_run(find_run(runs[0] if runs else None))
+    view, _ = read_run(find_run(runs[0] if runs else None), thinned=True)
     train = view.header.train if view.header else None
     most = arguments.seq_len or (train.max_length if train else None)
     return lengths_of(Path(arguments.dataset), arguments.tokenizer, most, train.packing if train else None)

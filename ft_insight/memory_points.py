@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from statistics import median
 
 import msgspec
 
 from ft_insight import records as r
-from ft_insight.stats import EvenSample
+from ft_insight.stats import EvenSample, median
 
 KEPT_POINTS = 256
 RECENT = 33
@@ -150,7 +149,8 @@ class MemoryTally:
 
     def view(self) -> MemoryView:
         """Return what is known now."""
-        base = int(median(self._bases)) if self._bases else self._between
+        settled = median(self._bases)
+        base = self._between if settled is None else int(settled)
         failed = [f for f in self._failures if f.slots and f.phase in IN_STEP]
         fails = min((f.slots for f in failed if f.slots and f.slots > self._fits), default=None)
         points = [_settled(p, base) for p in (*self._exact.items(), *self._bounds.items())]

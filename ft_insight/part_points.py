@@ -31,7 +31,7 @@ class PartTally:
     def __init__(self) -> None:
         self._phases: EvenSample[tuple[int, Mapping[str, float]]] = EvenSample(KEPT)
         self._experts: EvenSample[tuple[float, float]] = EvenSample(KEPT)
-        self._steps: deque[r.Step] = deque(maxlen=RECENT)
+        self._steps: deque[tuple[r.Step, int]] = deque(maxlen=RECENT)
         self._layers: deque[r.Layers] = deque(maxlen=RECENT)
 
     def add_step(self, step: r.Step, slots: int | None) -> None:
@@ -39,32 +39,26 @@ class PartTally:
         if not slots:
             return
         self._phases.add((slots, step.phases_s))
-        self._steps.append(step)
+        self._steps.append((step, slots))
         for layers in self._layers:
             if layers.step == step.step:
-                self._pair(step, layers)
+                self._pair(step, slots, layers)
 
     def add_layers(self, layers: r.Layers) -> None:
         """Take in what the layers of a step took."""
         self._layers.append(layers)
-        for step in self._steps:
+        for step, slots in self._steps:
             if step.step == layers.step:
-                self._pair(step, layers)
+                self._pair(step, slots, layers)
 
     def view(self) -> PartView:
         """Return the points."""
         return PartView(self._phases.items(), self._experts.items())
 
-    def _pair(self, step: r.Step, layers: r.Layers) -> None:
-        slots, count = _slots(step), len(step.micro)
+    def _pair(self, step: r.Step, slots: int, layers: r.Layers) -> None:
+        count = len(step.micro)
         columns = zip(layers.kinds, layers.forward_s, layers.recompute_s, layers.backward_s, strict=False)
         seconds = sum(sum(times) for kind, *times in columns if kind in EXPERT_KINDS)
         # where only some of the micro-batches were timed, nobody knows how many slots those had
-        if slots is not None and layers.micro_batches == count and seconds > 0:
+        if layers.micro_batches == count and seconds > 0:
             self._experts.add((slots / count, seconds / count))
-
-
-def _slots(step: r.Step) -> int | None:
-    """Slots of all micro-batches; None unless each is known."""
-    slots = [m.slots for m in step.micro]
-    return sum(slots) if slots and all(slots) else None  # type: ignore[arg-type]

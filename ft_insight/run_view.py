@@ -196,6 +196,11 @@ class RunView(msgspec.Struct, frozen=True):
         return bool(before) and before == after and self.rows_before == self.rows_after
 
     @property
+    def micro_batches(self) -> float:
+        """Micro-batches that the totals hold, of all ranks that saw different data."""
+        return (self.accumulation or 1.0) * self.totals.steps * self.data_ranks
+
+    @property
     def title(self) -> str:
         """Short name of the run: its model and method."""
         if self.header is None:

@@ -37,6 +37,8 @@ class Measured(msgspec.Struct, frozen=True):
     """Median of what a step takes besides its micro-batches."""
     here: Gpu | None
     """The GPU that it ran on, where the catalogue has it."""
+    length: float | None = None
+    """Slots of a row that a micro-batch's slots lie in, on average over slots; None where queries were not counted."""
     density: float | None = None
     """Share of the experts that a token is to pass through, where that is another than in the run."""
     joint: Joint | None = None
@@ -107,6 +109,7 @@ def measure(view: RunView, *others: RunView) -> Measured:
         peak=fit_peak(view.filling),
         rest_s=_rest(view),
         here=gpu_for_device(device.name, device.memory_bytes) if device and device.kind == "cuda" else None,
+        length=_length(view),
         joint=_jointly((view, *others)) if others else None,
         rest_per_micro_s=_rest_per_micro((view, *others)) if others else 0.0,
     )
@@ -123,6 +126,11 @@ def _jointly(views: tuple[RunView, ...]) -> Joint | None:
     if isinstance(found, NotIdentifiable) or found.best.design.terms == ("per_unit_s",):
         return None
     return found
+
+
+def _length(view: RunView) -> float | None:
+    known = [(m.slots, m.slots / m.queries) for m in view.micro if m.slots and m.queries]
+    return sum(slots * long for slots, long in known) / sum(slots for slots, _ in known) if known else None
 
 
 def _rest(view: RunView) -> float | None:

@@ -143,12 +143,10 @@ def lengthening(measured: Measured, length: float) -> Triple:
 
     1 where rows are packed: a row is then not what attention sees.
     """
-    view = measured.view
+    view, seen = measured.view, measured.length
     header = view.header
-    known = [(m.slots, m.slots / m.queries) for m in view.micro if m.slots and m.queries]
-    if header is None or header.train.packing or header.train.padding_free or not known:
+    if header is None or header.train.packing or header.train.padding_free or seen is None:
         return 1.0, 1.0, 1.0
-    seen = sum(slots * long for slots, long in known) / sum(slots for slots, _ in known)
     attending = {part.layer for part in view.layers if part.kind == "attention"}
     layers = len(attending) if view.layers else None
     there, here = (attention_share(header, each, layers) for each in (length, seen))
@@ -187,7 +185,7 @@ def _counted_slots(measured: Measured, workload: Workload, setting: Setting | No
     """Return the slots of a micro-batch: as counted where it is the run's own, else as expected of its rows."""
     view = measured.view
     if as_measured(measured, setting) and same_rows(measured, workload) and view.totals.slots:
-        return view.totals.slots / (measured.accumulation * view.totals.steps * max(1, view.data_ranks))
+        return view.totals.slots / view.micro_batches
     return workload.slots(setting.batch) if setting else None
 
 

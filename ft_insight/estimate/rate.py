@@ -239,13 +239,12 @@ def _rate_from_work(measured: Measured, workload: Workload, gpu: Gpu, setting: S
         return TransferError(NO_QUERIES)
     if as_measured(measured, setting):
         accumulation = view.accumulation or 1.0
-        micro_batches = accumulation * view.totals.steps * view.data_ranks
-        batch = view.totals.queries / micro_batches
+        batch = view.totals.queries / view.micro_batches
         ranks = float(view.data_ranks if setting is None or setting.ranks == measured.ranks else setting.ranks)
         rows = max(1, round(batch)) if workload.packing is None else measured.batch or 1
-        slots = workload.slots(rows) or view.totals.slots / micro_batches
+        slots = workload.slots(rows) or view.totals.slots / view.micro_batches
         if same_rows(measured, workload):
-            slots = view.totals.slots / micro_batches
+            slots = view.totals.slots / view.micro_batches
         elif workload.packing is not None:
             batch = rows * workload.queries_per_row
     else:

@@ -140,9 +140,8 @@ def _packing(
 ) -> Packing | None:
     """Return how the job's rows are packed: the run's own as it was counted, others by packing their lengths."""
     size = max(train.max_length or 0, seq_len or 0)
-    micro_batches = (view.accumulation or 1.0) * view.totals.steps * view.data_ranks
-    if own and size and view.totals.queries and train.batch and micro_batches:
-        return Packing(view.totals.queries / (micro_batches * train.batch), size)
+    if own and size and view.totals.queries and train.batch and view.micro_batches:
+        return Packing(view.totals.queries / (view.micro_batches * train.batch), size)
     return packed(values, counts, size) if size and values else None
 
 

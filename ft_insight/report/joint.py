@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ft_insight.units import share, significant
+from ft_insight.units import interval, share, significant
 
 if TYPE_CHECKING:
     from ft_insight.estimate.joint import Joint
@@ -36,4 +36,4 @@ def _letter(name: str) -> str:
 
 def _told(joint: Joint, name: str, scale: float = 1.0) -> str:
     low, high = joint.interval(name)
-    return f"{significant(joint.unknowns[name] * scale)} [{significant(low * scale)}-{significant(high * scale)}]"
+    return f"{significant(joint.unknowns[name] * scale)} {interval(low * scale, high * scale)}"

@@ -32,6 +32,8 @@ LINGER_S = 1.5
 """With ``until``, how long the last figures stay on the screen."""
 _TABS = tuple(name for name, *_ in PAGES)
 _MOVING = ("live", "silent")
+_LEAVING = suppress(NoMatches, ScreenStackError)
+"""When the app is left its widgets go one by one, and what was posted before still arrives."""
 _THEME = Theme(
     name="ft-insight",
     primary="#6cb0f0",
@@ -172,12 +174,11 @@ class WatchApp(App[str]):
         if self._newest is None or self._frame.paused or self._frame.status.kind not in _MOVING:
             return
         self._frame = replace(self._frame, elapsed_s=self._elapsed(self._newest))
-        for bar in self.screen_stack[0].query(HeaderBar):  # none while the app is being left
-            bar.show(self._frame)
+        with _LEAVING:
+            self.screen_stack[0].query_one(HeaderBar).show(self._frame)
 
     def _draw(self) -> None:
-        # when the app is left its widgets go one by one, and what was posted before still arrives
-        with suppress(NoMatches, ScreenStackError):
+        with _LEAVING:
             screen = self.screen_stack[0]
             screen.query_one(HeaderBar).show(self._frame)
             screen.query_one(KeyBar).show(self._tab, self._frame)
