@@ -58,6 +58,7 @@ class ExpertWatch:
         if self.counter is not None:
             self.counter.take(mode)
             self.counter.begin_forward(None, None)
+            self.counter.listen_where_told()
 
     def finish(self, put: Callable[[Experts], None], step: int, t_s: float) -> None:
         """Put all that is left. The device must have done all its work."""

@@ -91,7 +91,11 @@ class Observer:
         if watch is None or watch.counter is None:
             return
         watch.finish(self._put_experts, self.output.step, round(self.output.clock(), 3))
-        if watch.counter.calls == 0 and self.output.state.view().totals.steps:
+        if silent := watch.counter.silent():
+            of = f"{len(silent)} of {len(watch.counter.routers)} routers ({silent[0].name})"
+            text = f"{of} tell nothing of their choice that is understood here, and are not counted"
+            self.output.notice("experts", text, off=len(silent) == len(watch.counter.routers))
+        elif watch.counter.calls == 0 and self.output.state.view().totals.steps:
             self.output.notice("experts", "the routers were never called: tokens per expert are unknown", off=True)
 
     def let_go(self) -> None:

@@ -23,6 +23,10 @@ EXACT, APPROXIMATE = "exact", "approximate"
 OUTPUT, ARGUMENT = "output", "argument"
 
 
+class UnreadableError(TypeError):
+    """A router of an unknown kind, which hands over nothing that tells its choice."""
+
+
 class Heard(NamedTuple):
     """What was heard at one of several modules: which one (or the number of an expert), and its arguments or output."""
 
@@ -91,10 +95,11 @@ class Tap:
         return handles
 
     def keep(self, source: str | int) -> None:
-        """Listen only there from now on."""
+        """Listen only there from now on. Said again, it takes away what somebody has put back since."""
         for handles in self._handles:
-            for other in [s for s in handles.by_source if s != source]:
-                handles.by_source.pop(other).remove()
+            for other, handle in handles.by_source.items():
+                if other != source:
+                    handle.remove()
 
 
 Reader = Callable[[Any, int], torch.Tensor]
@@ -232,7 +237,7 @@ class Choice:
             place = next((i for i, p in enumerate(parts) if _is_scores(p, self._experts)), None)
             self.method = APPROXIMATE
         if place is None:
-            raise TypeError("a router hands over no expert indices")
+            raise UnreadableError("a router hands over no expert indices")
         if self._place is None:
             self._place = place, False
         self._source = source

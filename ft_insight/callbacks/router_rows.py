@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ft_insight.callbacks.router_adapters import Heard
+from ft_insight.callbacks.router_adapters import Heard, UnreadableError
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Rows:
                 self._scores = part.detach().reshape(-1, self._experts)
                 self._tokens = self._scores.shape[0]
                 return
-        raise TypeError("a router hands over neither expert indices nor scores")
+        raise UnreadableError("a router hands over neither expert indices nor scores")
 
     def expert_called(self, heard: Heard) -> None:
         """An expert was called with some rows."""

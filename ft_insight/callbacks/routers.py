@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ft_insight.callbacks.clock import Counts
-from ft_insight.callbacks.router_adapters import APPROXIMATE, EXACT, OUTPUT, Heard
+from ft_insight.callbacks.router_adapters import APPROXIMATE, EXACT, OUTPUT, Heard, UnreadableError
 from ft_insight.callbacks.router_rows import RowCount, Rows
 from ft_insight.callbacks.router_search import Router, find_routers, plain_name
 
@@ -64,6 +64,8 @@ class RouterCounter:
         self._decided: set[int] = set()
         self.calls = 0
         """Calls of routers in training steps."""
+        self._heard: set[int] = set()
+        self._unreadable: set[int] = set()
 
     def begin_forward(self, mode: str | None, mask: torch.Tensor | None) -> None:
         """Set what the routers called next are to be counted for; None counts nothing."""
@@ -78,8 +80,15 @@ class RouterCounter:
         """Add what was heard of router ``index``: its choice, or a part of what tells it."""
         mode = self._mode
         # -1 outside of backward: a router called within is being recomputed for a checkpoint
-        if mode is None or torch._C._current_graph_task_id() != -1:
+        if mode is None or index in self._unreadable or torch._C._current_graph_task_id() != -1:
             return
+        self._heard.add(index)
+        try:
+            self._count(mode, index, heard)
+        except UnreadableError:
+            self._unreadable.add(index)  # it is left alone, and the others are counted
+
+    def _count(self, mode: str, index: int, heard: Heard) -> None:
         router = self.routers[index]
         if isinstance(heard.source, int):
             self._rows(mode, index).expert_called(heard)
@@ -87,6 +96,7 @@ class RouterCounter:
         chosen = router.choice.read(heard)
         if chosen is None:
             if heard.source == OUTPUT and router.tap.experts:
+                self._decided.add(index)
                 self.calls += mode == TRAIN
                 self._settle(mode, index)
                 self._rows(mode, index).router_called(heard.value)
@@ -159,6 +169,19 @@ class RouterCounter:
         self._add(modes.unmasked, index, chosen, masked=False)
         if not told:
             modes.rows[index].count.confirmable = False
+
+    def silent(self) -> list[Router]:
+        """Return the routers that were called and handed over nothing that tells their choice."""
+        return [self.routers[index] for index in sorted(self._heard - self._decided | self._unreadable)]
+
+    def listen_where_told(self) -> None:
+        """Leave each router that has told its choice with the one hook that heard it.
+
+        A model whose state is put back to what it was before a pass has the hooks of before that pass too.
+        """
+        for router in self.routers:
+            if (source := router.choice.source) is not None:
+                router.tap.keep(source)
 
     def flush(self) -> list[Flush]:
         """Take all counts since the last flush, one stacked copy per mode, and begin anew."""

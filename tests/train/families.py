@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from typing import Any
 import torch
 import transformers
 
-VERSION = "5.24"
-"""Of transformers, for which the table was made."""
+VERSION = ".".join(transformers.__version__.split(".")[:2])
+"""Of transformers, as it is installed: its families are found, not listed."""
+_MODELS = Path(transformers.__file__).parent / "models"
 
 VOCABULARY, ROWS, TOKENS = 96, 2, 24
 
@@ -82,26 +84,20 @@ OUTPUT, ADAPTER, ARGUMENT = "router's output", "adapter", "experts' argument"
 class Family:
     """How to build a family, and where its choice is read."""
 
-    model: str
+    model: str = ""
+    """Its class; without a name, the causal model or else the text model that the family exports."""
     options: dict[str, Any] = field(default_factory=dict)
     read: str = OUTPUT
-    grouped: bool = True
-    """Whether the family's experts have implementations to choose from."""
     note: str = ""
     encoder_decoder: bool = False
+    grouped: bool = True
+    """Whether the family's experts have implementations to choose from; found, not stated."""
 
 
 GEMMA = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": VOCABULARY, "enable_moe_block": True}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
-FAMILIES: dict[str, Family] = {
-    "afmoe": Family("AfmoeForCausalLM"),
-    "aria": Family("AriaTextForCausalLM"),
-    "axk1": Family("AXK1ForCausalLM"),
-    "axk2": Family("AXK2ForCausalLM"),
-    "bailing_hybrid": Family("BailingHybridForCausalLM"),
-    "beam": Family("BeamForCausalLM"),
-    "cohere2_moe": Family("Cohere2MoeForCausalLM"),
+SPECIAL: dict[str, Family] = {
     "dbrx": Family(
         "DbrxForCausalLM",
         {
@@ -109,13 +105,9 @@ FAMILIES: dict[str, Family] = {
             "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 16, "moe_num_experts": 8, "moe_top_k": 2},
         },
         read=ARGUMENT,
-        grouped=False,
         note="its router returns bare logits",
     ),
     "deepseek_ocr2": Family("DeepseekOcr2TextModel", {"topk_method": "greedy"}),
-    "deepseek_v2": Family("DeepseekV2ForCausalLM"),
-    "deepseek_v3": Family("DeepseekV3ForCausalLM"),
-    "deepseek_v32": Family("DeepseekV32ForCausalLM"),
     "deepseek_v4": Family(
         "DeepseekV4ForCausalLM",
         {
@@ -128,16 +120,12 @@ FAMILIES: dict[str, Family] = {
         read=f"{ARGUMENT}, {OUTPUT}",
         note="layers that choose by a hash of the token are not in its registry",
     ),
-    "diffusion_gemma": Family("DiffusionGemmaEncoderTextModel"),
     "doge": Family(
         "DogeForCausalLM",
         {"is_moe": True, "num_experts": 16},
         read="table lookup",
-        grouped=False,
         note="product keys; an expert is a row of an embedding",
     ),
-    "dots1": Family("Dots1ForCausalLM"),
-    "dots3_note": Family("Dots3NoteForCausalLM"),
     "ernie4_5_moe": Family("Ernie4_5_MoeForCausalLM", {"moe_layer_start_index": 0}),
     "ernie4_5_vl_moe": Family(
         "Ernie4_5_VLMoeTextModel",
@@ -145,12 +133,8 @@ FAMILIES: dict[str, Family] = {
         read=ARGUMENT,
         note="text and vision experts have routers of their own",
     ),
-    "exaone_moe": Family("ExaoneMoeForCausalLM"),
-    "flex_olmo": Family("FlexOlmoForCausalLM"),
     "flint": Family("FlintForCausalLM", {"mlp_only_layers": []}),
     "gemma4": Family("Gemma4ForCausalLM", GEMMA),
-    "glm4_moe": Family("Glm4MoeForCausalLM"),
-    "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM"),
     "glm4v_moe": Family(
         "Glm4vMoeTextModel", {"rope_parameters": {**ROPE, "partial_rotary_factor": 1.0, "mrope_section": [1, 1, 2]}}
     ),
@@ -165,17 +149,9 @@ FAMILIES: dict[str, Family] = {
             "index_kpool": 4,
         },
     ),
-    "glm_moe_dsa": Family("GlmMoeDsaForCausalLM"),
-    "gpt_oss": Family("GptOssForCausalLM"),
-    "granitemoe": Family("GraniteMoeForCausalLM"),
-    "granitemoe_swa": Family("GraniteMoeSWAForCausalLM"),
     "granitemoehybrid": Family(
         "GraniteMoeHybridForCausalLM", {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 16}
     ),
-    "granitemoeshared": Family("GraniteMoeSharedForCausalLM"),
-    "hunyuan_v1_moe": Family("HunYuanMoEV1ForCausalLM"),
-    "hy_v3": Family("HYV3ForCausalLM"),
-    "hy_v4": Family("HYV4ForCausalLM"),
     "hy_v4_vl": Family("HYV4VLTextModel", {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}}),
     "inkling": Family(
         "InklingForCausalLM",
@@ -203,34 +179,21 @@ FAMILIES: dict[str, Family] = {
         "JetMoeForCausalLM",
         {"num_key_value_heads": 2, "kv_channels": 8},
         read=ADAPTER,
-        grouped=False,
         note="routes attention too: two routers a layer",
     ),
-    "kimi_linear": Family("KimiLinearForCausalLM"),
-    "kolibri1": Family("Kolibri1ForCausalLM"),
-    "laguna": Family("LagunaForCausalLM"),
-    "lara_mini": Family("LaraMiniForCausalLM"),
+    "kolibri1_1": Family(options={"head_dim": 16, "index_num_heads": 1, "mlp_only_layers": []}),
     "lfm2_moe": Family("Lfm2MoeForCausalLM", {"layer_types": ["conv", "full_attention"]}),
     "llama4": Family(
         "Llama4ForCausalLM",
         read=ADAPTER,
-        grouped=False,
         note="all experts multiply all tokens, the others' scaled to zero: these are not counted",
     ),
     "longcat_flash": Family(
         "LongcatFlashForCausalLM",
         {"zero_expert_num": 4},
-        grouped=False,
-        note="a choice of an expert that does nothing is none",
+        note="a choice of an expert that does nothing is none, though real experts multiply its rows by 0",
     ),
-    "mellum": Family("MellumForCausalLM"),
     "mimo_v2_flash": Family("MiMoV2FlashForCausalLM", {"num_key_value_heads": 2}),
-    "minimax": Family("MiniMaxForCausalLM"),
-    "minimax_m2": Family("MiniMaxM2ForCausalLM"),
-    "minimax_m3_vl": Family("MiniMaxM3VLForCausalLM"),
-    "mistral4": Family("Mistral4ForCausalLM"),
-    "mistral_large4": Family("MistralLarge4TextModel"),
-    "mixtral": Family("MixtralForCausalLM"),
     "muse_spark": Family("MuseSparkTextModel", {"moe_hidden_size": 16}),
     "nemotron_h": Family(
         "NemotronHForCausalLM",
@@ -256,22 +219,10 @@ FAMILIES: dict[str, Family] = {
             "decoder_layerdrop": 0.0,
         },
         read=ADAPTER,
-        grouped=False,
         encoder_decoder=True,
         note="its experts take a one-hot mask for indices, so only the first two ever compute: that is what is counted",
     ),
-    "olmoe": Family("OlmoeForCausalLM"),
-    "openai_privacy_filter": Family("OpenAIPrivacyFilterModel"),
-    "phimoe": Family("PhimoeForCausalLM"),
-    "qwen2_moe": Family("Qwen2MoeForCausalLM"),
-    "qwen3_5_moe": Family("Qwen3_5MoeForCausalLM"),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM"),
-    "qwen3_next": Family("Qwen3NextForCausalLM"),
-    "qwen3_omni_moe": Family("Qwen3OmniMoeThinkerTextModel"),
-    "qwen3_vl_moe": Family("Qwen3VLMoeTextModel"),
-    "qwen4_exp": Family("Qwen4ExpForCausalLM"),
-    "solar_open": Family("SolarOpenForCausalLM"),
-    "step3p7": Family("Step3p7TextModel", {"sliding_window": 8, "share_expert_dim": 16}, grouped=False),
+    "step3p7": Family("Step3p7TextModel", {"sliding_window": 8, "share_expert_dim": 16}),
     "switch_transformers": Family(
         "SwitchTransformersModel",
         {
@@ -283,11 +234,9 @@ FAMILIES: dict[str, Family] = {
             "expert_capacity": 3,
         },
         read=ADAPTER,
-        grouped=False,
         encoder_decoder=True,
         note="a token beyond its expert's capacity is dropped, and not counted",
     ),
-    "unlimited_ocr": Family("UnlimitedOcrTextModel"),
     "zaya": Family(
         "ZayaForCausalLM",
         {"num_experts_per_tok": 1, "router_hidden_size": 16},
@@ -295,10 +244,36 @@ FAMILIES: dict[str, Family] = {
         note="a token that skips the experts is multiplied by expert 0 and weighted with 0: not counted",
     ),
 }
+"""Families that need more than ``SMALL``, or are read in another way than most."""
+
+
+def _text(name: str) -> str:
+    return (_MODELS / name / f"modeling_{name}.py").read_text(encoding="utf-8")
+
+
+def _names() -> list[str]:
+    files = _MODELS.rglob("modeling_*.py")
+    return sorted({path.parent.name for path in files if '"router_logits":' in path.read_text(encoding="utf-8")})
+
+
+def _exported(text: str) -> str:
+    names = re.findall(r'"(\w+)"', text[text.rindex("__all__") :])
+    return next(name for end in ("ForCausalLM", "TextModel", "Model") for name in names if name.endswith(end))
+
+
+def _family(name: str) -> Family:
+    family = SPECIAL.get(name, Family())
+    text = _text(name)
+    grouped = "@use_experts_implementation" in text
+    return dataclasses.replace(family, model=family.model or _exported(text), grouped=grouped)
+
+
+FAMILIES: dict[str, Family] = {name: _family(name) for name in _names()}
+"""All that the installed transformers has."""
 
 
 def enumerate_families() -> dict[str, list[str]]:
-    """Return the families that the installed transformers offers, and the classes that it calls their routers."""
+    """Return the families whose classes name their routers, by importing all of them, which takes a while."""
     found: dict[str, set[str]] = {}
     for path in sorted((Path(transformers.__file__).parent / "models").rglob("modeling_*.py")):
         if "router_logits" not in path.read_text(encoding="utf-8"):
@@ -367,8 +342,11 @@ The callback counts, for every router of a model, how many tokens it sends to ea
 router hands to the experts. In none of the families below does it take the best of the router's logits itself: for half
 of them, which correct scores by a bias, limit groups or drop tokens, that would be wrong.
 
-- Counts are of what experts compute: padding is left out, recomputation for a checkpoint is counted once, evaluation is
-  kept apart, shared experts (which take all tokens) are not listed.
+- A count is of choices: how many tokens chose an expert. Padding is left out, recomputation for a checkpoint is counted
+  once, evaluation is kept apart, shared experts (which take all tokens) are not listed.
+- A choice without effect is none: of an expert that does nothing (longcat_flash, zaya), or beyond an expert's capacity
+  (switch_transformers). Where a model still multiplies such a row, by a real expert and with weight 0, that is not
+  counted: the row has no part in the result.
 - PEFT adapters on experts and routers, quantised experts, and experts un-fused into 4-bit matrices count as their
   model does.
 - Counting adds into one small tensor per layer, on the device, and is copied to the host at most every two seconds.
@@ -376,8 +354,8 @@ of them, which correct scores by a bias, limit groups or drop tokens, that would
 ## Families
 
 All {count} families of mixtures of experts in transformers {version}. Each is built tiny in
-`tests/train/test_router_families.py`, where its counts equal the rows that each expert's own weights multiply, for
-eager experts and, where the family has them, grouped and batched ones. None is left out.
+`tests/train/test_router_families.py`, where its counts equal the rows that each expert's own weights multiply (less
+those of weight 0), for eager experts and, where the family has them, grouped and batched ones. None is left out.
 
 | Family | Choice read from | Counts | Grouped | Note |
 |---|---|---|---|---|

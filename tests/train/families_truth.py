@@ -5,6 +5,8 @@ This knows nothing of routers: only where the weights of each expert lie in memo
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -100,6 +102,31 @@ _ROWS = {
     "grouped_mm_fallback": _grouped,
     "embedding": _embedding,
 }
+
+
+def weightless_rows(model: nn.Module) -> list[list[int]]:
+    """Count, from now on, the rows that each expert is handed with weight 0: multiplied, and without any effect."""
+    rows: list[list[int]] = []
+    for module in model.modules():
+        names = list(inspect.signature(module.forward).parameters)
+        if "top_k_index" in names and "top_k_weights" in names and "shared" not in type(module).__name__.lower():
+            rows.append([0] * module.num_experts)
+            module.register_forward_pre_hook(functools.partial(_note_weightless, names, rows[-1]), with_kwargs=True)
+    return rows
+
+
+def _note_weightless(names: list[str], row: list[int], module: nn.Module, args: Any, named: dict[str, Any]) -> None:
+    given = {**dict(zip(names, args, strict=False)), **named}
+    chosen, weights = given["top_k_index"], given["top_k_weights"]
+    for expert in chosen[weights.eq(0)].tolist():
+        row[expert] += 1
+
+
+def less(rows: list[list[int]], others: list[list[int]]) -> list[list[int]]:
+    """Subtract, expert by expert, where there is anything to subtract."""
+    if not any(map(any, others)):
+        return rows
+    return [[a - b for a, b in zip(one, other, strict=True)] for one, other in zip(rows, others, strict=True)]
 
 
 def _groups(model: nn.Module, skip: tuple[str, ...]) -> Iterator[list[tuple[torch.Tensor, int]]]:

@@ -23,9 +23,9 @@ from ft_insight.callbacks.router_adapters import OUTPUT, Choice, Heard
 from ft_insight.callbacks.routers import RouterCounter, find_routers
 from ft_insight.callbacks.seams import Seams
 from tests.train import families
-from tests.train.conftest import Log, MakeTrainer, token_rows
+from tests.train.conftest import Log, MakeTrainer, moe_model, token_rows
 from tests.train.families import FAMILIES, build, inputs
-from tests.train.families_truth import ExpertRows
+from tests.train.families_truth import ExpertRows, less, weightless_rows
 
 ALL = 48
 SOURCES = {families.OUTPUT: {"output"}, families.ADAPTER: {"output"}, families.ARGUMENT: {"argument"}}
@@ -67,14 +67,19 @@ def as_lists(record: r.Experts) -> list[list[int]]:
     return [list(row) for row in record.counts]
 
 
-def test_the_table_names_every_family_that_is_installed() -> None:
-    missing = set(families.enumerate_families()) - set(FAMILIES)
-    assert not missing, f"families without an entry in tests/train/families.py: {sorted(missing)}"
+@pytest.mark.newest
+def test_no_family_is_overlooked() -> None:
+    assert set(families.enumerate_families()) == set(FAMILIES)
 
 
 def test_the_documentation_is_that_of_the_table() -> None:
     path = Path(__file__).parents[2] / "docs" / "routers.md"
     assert path.read_text(encoding="utf-8") == families.table(), "python -m tests.train.families > docs/routers.md"
+
+
+def test_the_readme_tells_how_many_families_there_are() -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert f"[{len(FAMILIES)} MoE families](docs/routers.md) of transformers {families.VERSION}" in text
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
@@ -86,15 +91,16 @@ def test_counts_equal_what_the_experts_multiply(name: str, implementation: str) 
     model = build(name).train()
     if family.grouped:
         model.set_experts_implementation(implementation)
-    truth = ExpertRows(model)
+    truth, idle = ExpertRows(model), weightless_rows(model)
     collector = Collector(model)
     collector.begin()
     with truth:
         model(**inputs(name))
     sources = {str(router.choice.source) for router in collector.counter.routers if router.choice.source}
     record = collector.take()
-    assert as_lists(record) == truth.rows
+    assert as_lists(record) == less(truth.rows, idle)
     assert sum(map(sum, truth.rows)) > 0
+    assert any(map(any, idle)) == (name == "longcat_flash")
     assert set(record.tokens) == {ALL}
     assert (record.method, record.padding_counted) == ("exact", False)
     assert sources == SOURCES.get(family.read, sources)
@@ -631,6 +637,27 @@ def test_a_gate_without_experts_is_no_router() -> None:
     gated.add_module("gate", nn.Linear(8, 8))
     gated.add_module("up", nn.Linear(8, 8))
     assert find_routers(gated) == []
+
+
+def test_one_router_of_an_unknown_kind_does_not_stop_the_others(
+    make_trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Choice.read
+    unknown: list[Choice] = []
+
+    def reading(choice: Choice, heard: Heard) -> torch.Tensor | None:
+        unknown.append(choice)
+        nothing = Heard(OUTPUT, torch.zeros(3))
+        return read(choice, nothing if choice is unknown[0] else heard)
+
+    monkeypatch.setattr(Choice, "read", reading)
+    make_trainer([FtInsightCallback(tmp_path / "run.jsonl")], model=moe_model()).train()
+    log = Log(tmp_path / "run.jsonl")
+    assert {layer for record in log.of(r.Experts) for layer in record.layers} == {"model.layers.1.mlp.gate"}
+    assert log.notices == [
+        "1 of 2 routers (model.layers.0.mlp.gate) tell nothing of their choice that is understood here, and are not "
+        "counted"
+    ]
 
 
 # what counting costs

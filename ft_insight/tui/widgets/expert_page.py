@@ -207,8 +207,9 @@ def _cells(row: _Row, cell: int, room: int) -> Text:
 def _change_cells(row: _Row, cell: int, room: int, full: float) -> Text:
     line = Text()
     per = max(1, -(-len(row.load.counts) // room))
-    for i in range(0, len(row.changes), per):
-        change = max(row.changes[i : i + per], key=abs)
+    changes = row.changes
+    for i in range(0, len(changes), per):
+        change = max(changes[i : i + per], key=abs)
         text = points(change) if len(points(change)) < cell else points(change, 0)
         ink = _DARK if abs(change) > 0.7 * full else _LIGHT
         line.append((text.rjust(cell - 1) if cell >= 4 else "").ljust(cell), f"{ink} on {diverging(change / full)}")
