@@ -158,12 +158,11 @@ def screen_text(app: App[str]) -> str:
     return "\n".join(strip.text.rstrip() for strip in strips)
 
 
-async def wait_for(pilot: object, wanted: str | Callable[[str], bool], timeout_s: float = 8.0) -> str:
-    """Wait until the screen shows a text, and return the screen."""
-    deadline = time.monotonic() + timeout_s
-    while True:
+async def wait_for(pilot: object, wanted: str | Callable[[str], bool], looks: int = 400) -> str:
+    """Wait until the screen shows a text, and return the screen: for so many looks at it, however long they take."""
+    for _ in range(looks):
         await pilot.pause(0.05)  # type: ignore[attr-defined]
         shown = screen_text(pilot.app)  # type: ignore[attr-defined]
         if wanted in shown if isinstance(wanted, str) else wanted(shown):
             return shown
-        assert time.monotonic() < deadline, f"never saw {wanted!r} in\n{shown}"
+    raise AssertionError(f"never saw {wanted!r} in\n{shown}")
